@@ -1,0 +1,1 @@
+"""Updates the policy: advantages, losses, packing, and the pull-based learning loop."""

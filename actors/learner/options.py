@@ -1,0 +1,87 @@
+"""Configuration of the learner role and of the learning algorithm."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class KlOptions(BaseModel):
+    """Penalty towards a frozen reference policy (the initial weights)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    coefficient: float = Field(0.0, ge=0, le=10, description="Weight of the KL term; 0 loads no reference model.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL divergence per token.")
+    where: Literal["loss"] = Field("loss", description="Where the penalty enters.")
+
+
+class OverlongOptions(BaseModel):
+    """Treatment of answers that run into the token limit (DAPO section 3.4)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["off", "soft", "mask"] = Field(
+        "off", description="soft: penalty that grows to -1 over the last buffer_tokens; mask: truncated answers leave the loss."
+    )
+    buffer_tokens: int = Field(32, ge=1, description="Width of the soft penalty's ramp. Unit: tokens.")
+
+
+class AlgorithmOptions(BaseModel):
+    """Which objective is maximised. Fields left null take the value that the named algorithm defines."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Literal["grpo", "dr_grpo", "dapo", "decoupled_ppo", "tis"] = Field("grpo", description="Objective.")
+    clip_low: float | None = Field(None, gt=0, lt=1, description="Ratio clip below 1; null: by algorithm.")
+    clip_high: float | None = Field(None, gt=0, description="Ratio clip above 1; null: by algorithm (DAPO: 0.28).")
+    dual_clip: float | None = Field(None, gt=1, description="Bound of the negative branch (usually 3); null: off.")
+    aggregation: Literal["token", "sequence", "constant"] | None = Field(
+        None,
+        description="token: sum / tokens of the batch; sequence: mean over tokens of each answer, then over answers; "
+        "constant: sum / (answers x max_tokens); null: by algorithm.",
+    )
+    advantage: Literal["group_std", "group_mean"] | None = Field(
+        None, description="group_std: (r - mean) / (std + 1e-4); group_mean: r - mean; null: by algorithm."
+    )
+    behaviour_cap: float | None = Field(
+        None, gt=1, description="Upper cap of the behaviour weight pi_proximal / pi_behaviour per token; null: by algorithm."
+    )
+    dynamic_sampling: bool | None = Field(
+        None, description="Replace groups whose rewards are all equal by fresh prompts (DAPO); null: by algorithm."
+    )
+    max_refills: int = Field(4, ge=0, le=100, description="Most refill waves of dynamic sampling per step.")
+    overlong: OverlongOptions = Field(default_factory=OverlongOptions, description="Answers that hit the token limit.")
+    kl: KlOptions = Field(default_factory=KlOptions, description="Penalty towards the initial policy.")
+
+
+class LearnerOptions(BaseModel):
+    """How the policy is updated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    learning_rate: float = Field(1e-3, gt=0, le=1, description="Peak learning rate of AdamW.")
+    warmup_steps: int = Field(0, ge=0, description="Linear warm-up. Unit: optimiser updates.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after warm-up; linear and cosine fall to min_learning_rate_ratio at the last step."
+    )
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="Final share of the peak learning rate.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping by global norm.")
+    minibatches: int = Field(1, ge=1, le=64, description="Optimiser updates per global batch (split by group).")
+    tokens_per_microbatch: int = Field(
+        16_384, ge=16, description="Packed tokens (prompt and answer) per forward/backward. Unit: tokens."
+    )
+    gradient_checkpointing: bool | None = Field(None, description="Recompute activations; null: on GPU only.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Autocast precision; auto is float32 on CPU, bfloat16 on GPU. Weights stay float32."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the learner runs.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the learner; 0 takes all cores. Unit: threads.")
+    num_cpus: float = Field(0.0, ge=0, description="Ray CPUs reserved; 0 for the embedded default. Unit: CPUs.")
+    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved. Unit: GPUs.")
+    deadline_s: float = Field(1800.0, gt=0, description="Longest time one step may take before a stall report. Unit: seconds.")

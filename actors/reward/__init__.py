@@ -1,0 +1,1 @@
+"""Scores answers: built-in verifiers, a pool of killable processes, and the Ray worker that feeds it."""

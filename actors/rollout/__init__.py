@@ -1,0 +1,1 @@
+"""Writes answers: the engine protocol, the torch engine, and the Ray worker that drives an engine."""

@@ -1,0 +1,172 @@
+"""The protocol that every rollout engine speaks: token in, token out, one engine step at a time.
+
+An engine is synchronous and single-threaded; whoever owns it calls :meth:`RolloutEngine.step` in a loop. It knows
+neither Ray nor text schedules. Requests carry everything that decides their tokens, so a request gives the same answer
+whatever else is in the batch (up to floating-point near-ties, see DESIGN 8b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy.typing as npt
+import numpy as np
+
+from storage.records import FinishReason, Int32Array, SamplingParams, Segment, WeightsManifest
+
+SwapMode = Literal["reprefill", "keep_kv", "drain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One answer to write.
+
+    Attributes:
+        request_id: Identity inside the engine and key of the sampling noise (63 bits).
+        prompt_ids: int32[n], n >= 1.
+        sampling: How to draw tokens.
+        prefix: Segments that the answer starts with; they count towards ``max_tokens`` and are returned again.
+        group: Requests with equal ``group`` have equal ``prompt_ids``; the prompt is then computed once for all.
+        priority: Higher is admitted first; ties in order of submission.
+    """
+
+    request_id: int
+    prompt_ids: Int32Array
+    sampling: SamplingParams
+    prefix: tuple[Segment, ...] = ()
+    group: int | None = None
+    priority: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A request that left the engine.
+
+    Attributes:
+        request_id: As in the request.
+        segments: Whole answer, prefix included; one segment per run of equal source and version.
+        finish_reason: ``stop``, ``length`` (its ``max_tokens`` or the model's context is used up), ``abort``, or
+            ``error`` (the engine could not compute this row: ``error`` says why).
+        drafted: Draft tokens verified; accepted: draft tokens accepted.
+        forward_passes: Forward passes in which this row emitted tokens.
+        first_token: Wall-clock second of the first new token, 0 if there is none.
+        kept: True when the row's key/value state is parked in the engine and a request with the same id goes on
+            without prefill.
+        error: Reason of an ``error``.
+    """
+
+    request_id: int
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    drafted: int = 0
+    accepted: int = 0
+    forward_passes: int = 0
+    first_token: float = 0.0
+    kept: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one engine step did, for observers.
+
+    Attributes:
+        rows: Rows that emitted tokens.
+        tokens: Tokens in the forward pass (decode, verified drafts and prefill together).
+        prefill_tokens: Of those, prompt and prefix tokens.
+        emitted: Tokens emitted.
+        drafted: Draft tokens verified; accepted: draft tokens accepted.
+        waiting: Requests that wait for a slot.
+        seconds: Wall-clock duration, pacing excluded.
+        paced_seconds: Duration including the pacing sleep; equals ``seconds`` without pacing.
+    """
+
+    rows: int
+    tokens: int
+    prefill_tokens: int
+    emitted: int
+    drafted: int
+    accepted: int
+    waiting: int
+    seconds: float
+    paced_seconds: float
+
+
+class StepObserver(Protocol):
+    """Told about every engine step."""
+
+    def __call__(self, stats: StepStats) -> None:
+        """Take note of one step; must be quick and must not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """What a draft source sees of a running row.
+
+    Attributes:
+        request_id: As in the request.
+        group: As in the request.
+        prompt_ids: int32[n].
+        answer_ids: int32[m], the answer so far (a view, valid during the call).
+        room: Most draft tokens that this row can still use.
+    """
+
+    request_id: int
+    group: int | None
+    prompt_ids: Int32Array
+    answer_ids: Int32Array
+    room: int
+
+
+class DraftSource(Protocol):
+    """Proposes continuations that the engine verifies; it never changes what is sampled, only how fast."""
+
+    def propose(self, rows: Sequence[RowView]) -> Sequence[npt.NDArray[np.int32]]:
+        """Return one int32[k] per row, 0 <= k; longer than ``room`` is cut, an empty array means plain decoding."""
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Hear how the draft of a row fared in the step just done."""
+
+
+class RolloutEngine(Protocol):
+    """Writes answers step by step."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that new tokens are drawn from."""
+
+    @property
+    def running(self) -> int:
+        """Rows that hold a slot and are decoding."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; raises ``ValueError`` that names the request when one can never run."""
+
+    def step(self) -> list[Completion]:
+        """Run one forward pass for all active rows and return the requests that finished; [] when idle."""
+
+    def abort(self, request_ids: Sequence[int] | None = None, *, keep_state: bool = False) -> list[Completion]:
+        """Stop some requests (all when None) and return their partial answers.
+
+        With ``keep_state`` their key/value state stays parked in its slots until a request with the same id is
+        submitted, another abort without it, or the weights change with ``reprefill``.
+        """
+
+    def load_weights(self, manifest: WeightsManifest, buffer: npt.NDArray[np.uint8]) -> None:
+        """Verify a snapshot against its manifest and load it beside the active one; raises ``WeightsError``."""
+
+    def activate_weights(self, version: int, mode: SwapMode = "reprefill") -> None:
+        """Make a loaded snapshot the active one between two steps.
+
+        ``reprefill`` recomputes the key/value state of running rows under the new weights, ``keep_kv`` keeps it,
+        ``drain`` lets running rows finish under the weights they started with while new rows use the new ones.
+        """
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call ``observer`` after every step."""

@@ -1,0 +1,1 @@
+"""What outlives a process: records, the ledger, checkpoints, datasets, models and history."""
