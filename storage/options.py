@@ -52,6 +52,7 @@ class EvaluationOptions(BaseModel):
     prompts: int = Field(128, ge=1, description="Prompts per set.")
     every: int = Field(0, ge=0, description="Evaluate every so many steps; 0: only before and after. Unit: steps.")
     samples: int = Field(0, ge=0, le=256, description="Sampled answers per prompt for mean@k and pass@k; 0: greedy only. Unit: samples.")
+    correct_at: float = Field(1.0, description="A sample is correct when its first reward function returns at least this.")
     before: bool = Field(True, description="Evaluate the initial policy.")
     after: bool = Field(True, description="Evaluate the final policy.")
     seed: int = Field(2, ge=0, description="Seed of generated held-out data.")
