@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy.typing as npt
 import numpy as np
+import numpy.typing as npt
 
 from storage.records import FinishReason, Int32Array, SamplingParams, Segment, WeightsManifest
 

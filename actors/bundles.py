@@ -1,0 +1,142 @@
+"""What streaming-generator methods yield: first a small header, then the payload that nobody but its consumer fetches.
+
+Samples travel in bundles, since a message between processes costs about as much as decoding a hundred tokens of a
+small model. An envelope in a queue is ``(header, [ref, ...])``: a bare reference would be resolved to its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from storage.records import Float32Array, GroupKey, Prompt, Sample, SampleHeader, WeightsManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleHeader:
+    """Announces a bundle of samples; ``samples[i]`` of the payload is described by ``items[i]``.
+
+    Attributes:
+        items: One header per sample.
+        worker: Who yields it.
+        busy_s: Seconds this worker's engine has been busy since it started.
+        version: Version that the worker's engine is on.
+    """
+
+    items: tuple[SampleHeader, ...]
+    worker: str
+    busy_s: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Payload: finished samples and the prompts they answer."""
+
+    samples: tuple[Sample, ...]
+    prompts: Mapping[GroupKey, Prompt]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardEnvelope:
+    """Queue item for reward workers; ``refs`` holds one reference to a :class:`Bundle`."""
+
+    header: BundleHeader
+    refs: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEnvelope:
+    """Where the samples of one complete group lie.
+
+    Attributes:
+        key: Ledger key.
+        places: For each sibling in index order, (position in ``refs``, position in that bundle).
+        refs: References to scored bundles.
+    """
+
+    key: GroupKey
+    places: tuple[tuple[int, int], ...]
+    refs: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnvelope:
+    """Tells the learner that all groups of a step have been put, and which they are."""
+
+    step: int
+    keys: tuple[GroupKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEnvelope:
+    """Tells the learner to write its components under ``directory``."""
+
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordEnvelope:
+    """Queue item for the history role: groups that were trained or evaluated.
+
+    Attributes:
+        split: ``train`` or the evaluation set.
+        step: Step that they belong to.
+        groups: Where the samples are.
+        advantages: Per group, float32[group size]; empty for an evaluation.
+    """
+
+    split: str
+    step: int
+    groups: tuple[GroupEnvelope, ...]
+    advantages: Mapping[GroupKey, Float32Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopEnvelope:
+    """Ends the loop of the consumer that takes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerHeader:
+    """What the learner tells the conductor.
+
+    Attributes:
+        kind: ``ready`` once, before the first step; ``trained``; ``saved``.
+        step: Step that was trained; -1 otherwise.
+        version: Version of the weights after the event.
+        manifest: Describes the payload, a flat uint8 buffer; None where no new weights exist (the payload is None).
+        metrics: Numbers of the step.
+        advantages: Per group, float32[group size].
+        directory: Where components were saved.
+    """
+
+    kind: str
+    version: int
+    step: int = -1
+    manifest: WeightsManifest | None = None
+    metrics: Mapping[str, float]
+    advantages: Mapping[GroupKey, Float32Array]
+    directory: str = ""
+
+
+def gather(bundles: Sequence[Bundle], places: Sequence[tuple[int, int]]) -> tuple[Prompt, tuple[Sample, ...]]:
+    """Pick the siblings of one group out of fetched bundles."""
+    samples = tuple(bundles[ref].samples[position] for ref, position in places)
+    first_ref, _ = places[0]
+    return bundles[first_ref].prompts[samples[0].key], samples
+
+
+def bundles_of(samples: Sequence[Sample], prompts: Mapping[GroupKey, Prompt]) -> Bundle:
+    """Pack samples with just the prompts that they need."""
+    return Bundle(samples=tuple(samples), prompts={sample.key: prompts[sample.key] for sample in samples})
+
+
+def distinct(refs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield (first position, reference) once per distinct reference, in order."""
+    seen: set[Any] = set()
+    for position, ref in enumerate(refs):
+        if ref not in seen:
+            seen.add(ref)
+            yield position, ref

@@ -1,0 +1,1 @@
+"""Keeps every finished group: archives it now, off the critical path."""

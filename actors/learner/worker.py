@@ -1,0 +1,109 @@
+"""The learner actor: pulls groups from its queue, trains, and yields new weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from actors.bundles import GroupEnvelope, LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
+from actors.channels import QueueReader
+from actors.history.worker import fetch_groups
+from actors.learner.learn import Command, Learner, Save, Saved, Stop, TrainBatch, Trained, learn
+from actors.learner.options import AlgorithmOptions, LearnerOptions
+from actors.weights import pack
+
+CONCURRENCY_GROUPS = {"work": 1, "control": 2}
+
+
+class _QueueChannel:
+    """Turns envelopes into the learner's commands; a batch is whole and sorted before it is handed over."""
+
+    def __init__(self, queue: Any) -> None:
+        self._reader = QueueReader(queue, ahead=1024)
+        self._groups: dict[Any, GroupEnvelope] = {}
+
+    def receive(self) -> Command:
+        while True:
+            envelope = self._reader.get()
+            if isinstance(envelope, GroupEnvelope):
+                self._groups[envelope.key] = envelope
+            elif isinstance(envelope, StepEnvelope):
+                wanted = [self._groups.pop(key) for key in envelope.keys]
+                return TrainBatch(step=envelope.step, groups=tuple(fetch_groups(wanted)))
+            elif isinstance(envelope, SaveEnvelope):
+                return Save(path=envelope.directory)
+            elif isinstance(envelope, StopEnvelope):
+                self._reader.close()
+                return Stop()
+
+
+class LearnerWorker:
+    """Owns the policy that is trained; wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
+
+    def __init__(
+        self,
+        model_path: str,
+        options: LearnerOptions,
+        algorithm: AlgorithmOptions,
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        max_tokens: int,
+        seed: int,
+        total_steps: int,
+        resume_directory: str | None,
+    ) -> None:
+        """Load the model, and the optimiser state from ``resume_directory`` where there is one."""
+        import torch
+
+        torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+        self._learner = Learner(
+            model_path,
+            options,
+            algorithm,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            seed=seed,
+            total_steps=total_steps,
+        )
+        if resume_directory is not None:
+            self._learner.load(resume_directory)
+
+    def __repr__(self) -> str:
+        """Name shown on the Ray dashboard."""
+        return "LearnerWorker"
+
+    @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
+    def run(self, queue: Any) -> Iterator[Any]:
+        """Announce the initial weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
+        version = self._learner.version
+        manifest, buffer = pack(self._learner.state(), version)
+        yield LearnerHeader(kind="ready", version=version, manifest=manifest, metrics={}, advantages={})
+        yield buffer
+        for event in learn(self._learner, _QueueChannel(queue)):
+            if isinstance(event, Trained):
+                yield LearnerHeader(
+                    kind="trained",
+                    version=self._learner.version,
+                    step=event.report.step,
+                    manifest=event.manifest,
+                    metrics=event.report.metrics,
+                    advantages=event.report.advantages,
+                )
+                yield event.buffer
+            elif isinstance(event, Saved):
+                yield LearnerHeader(
+                    kind="saved", version=self._learner.version, metrics={}, advantages={}, directory=event.path
+                )
+                yield None
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def health(self) -> dict[str, float]:
+        """Return the version that the learner is on."""
+        return {"version": float(self._learner.version)}

@@ -1,0 +1,103 @@
+"""The reward actor: scores bundles of samples as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from actors.bundles import Bundle, BundleHeader, RewardEnvelope, StopEnvelope, bundles_of
+from actors.channels import QueueReader
+from actors.reward.options import RewardOptions
+from actors.reward.pool import ScoreItem, ScoreResult, ScoringPool
+from storage.records import GroupKey, Prompt, Sample, SampleHeader
+
+CONCURRENCY_GROUPS = {"work": 1, "control": 2}
+
+_COLLECT_S = 0.05
+
+
+class RewardWorker:
+    """Feeds one scoring pool; wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
+
+    def __init__(self, name: str, options: RewardOptions) -> None:
+        """Start the scoring processes."""
+        self._name = name
+        self._pool = ScoringPool(options)
+        self._attempts: dict[tuple[GroupKey, int], int] = {}
+        self._busy_s = 0.0
+        self._last_progress = time.time()
+
+    def __repr__(self) -> str:
+        """Name shown on the Ray dashboard."""
+        return f"RewardWorker({self._name})"
+
+    @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
+    def run(self, queue: Any) -> Iterator[BundleHeader | Bundle]:
+        """Take envelopes until a :class:`StopEnvelope`; yields a header and a scored bundle as results come in."""
+        reader = QueueReader(queue)
+        waiting: dict[tuple[GroupKey, int], Sample] = {}
+        prompts: dict[GroupKey, Prompt] = {}
+        stopping = False
+        while not (stopping and not waiting):
+            envelope = None if stopping else reader.get(timeout_s=0.0 if waiting else None)
+            done: list[Sample] = []
+            if isinstance(envelope, StopEnvelope):
+                stopping = True
+            elif isinstance(envelope, RewardEnvelope):
+                bundle: Bundle = ray.get(envelope.refs[0])
+                prompts.update(bundle.prompts)
+                for sample, header in zip(bundle.samples, envelope.header.items, strict=True):
+                    identity = (sample.key, sample.index)
+                    self._attempts[identity] = header.attempt
+                    if sample.finish_reason in ("stop", "length"):
+                        waiting[identity] = sample
+                        self._pool.submit(self._item(identity, sample, bundle.prompts[sample.key]))
+                    else:  # an answer that never ended has nothing to score
+                        reason = sample.error or f"the engine returned {sample.finish_reason!r}"
+                        done.append(replace(sample, reward_status="error", error=reason))
+            if waiting:
+                done += [self._scored(waiting, result) for result in self._pool.collect(_COLLECT_S)]
+            if done:
+                self._last_progress = time.time()
+                yield from self._emit(done, prompts)
+                for key in {sample.key for sample in done} - {key for key, _ in waiting}:
+                    prompts.pop(key, None)
+        reader.close()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def health(self) -> dict[str, float]:
+        """Return ``pending`` samples, ``busy_s`` of scoring and the wall-clock second of the last result."""
+        return {"pending": self._pool.pending, "busy_s": self._busy_s, "last_progress": self._last_progress}
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def close(self) -> None:
+        """End the scoring processes."""
+        self._pool.close()
+
+    def _item(self, identity: tuple[GroupKey, int], sample: Sample, prompt: Prompt) -> ScoreItem:
+        return ScoreItem(ident=identity, prompt=prompt.text, completion=sample.text, columns=dict(prompt.columns))
+
+    def _scored(self, waiting: dict[tuple[GroupKey, int], Sample], result: ScoreResult) -> Sample:
+        sample = waiting.pop(result.ident)
+        self._busy_s += result.seconds
+        return replace(
+            sample,
+            reward=result.reward,
+            reward_parts=result.parts,
+            reward_status=result.status,
+            error=result.error,
+            timings=replace(sample.timings, rewarded=time.time()),
+        )
+
+    def _emit(self, samples: list[Sample], prompts: dict[GroupKey, Prompt]) -> Iterator[BundleHeader | Bundle]:
+        yield BundleHeader(
+            items=tuple(SampleHeader.of(s, self._attempts.pop((s.key, s.index))) for s in samples),
+            worker=self._name,
+            busy_s=self._busy_s,
+            version=-1,
+        )
+        yield bundles_of(samples, prompts)
