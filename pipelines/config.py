@@ -5,9 +5,11 @@ Importing this module loads neither torch nor Ray.
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.reward.options import RewardOptions
@@ -20,6 +22,8 @@ from storage.options import (
     TrackingOptions,
 )
 
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
 
 class RunOptions(BaseModel):
     """Length, place and seed of the run."""
@@ -29,9 +33,15 @@ class RunOptions(BaseModel):
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="Name of the run; empty: preset and time.")
     directory: str = Field("runs", description="Parent folder of run directories.")
     steps: int = Field(40, ge=0, description="Optimiser steps; 0: as many as run.epochs need. Unit: steps.")
-    epochs: int = Field(0, ge=0, description="Passes over the data; 0: as many as run.steps need. Unit: epochs.")
+    epochs: int = Field(
+        0,
+        ge=0,
+        description="Passes over the data; 0: as many as run.steps need. With both, the first to end. Unit: epochs.",
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds prompts order, sampling noise and anything else random.")
-    debug: bool = Field(False, description="Assert the invariants (ledger conservation, versions, logprobs) while running.")
+    debug: bool = Field(
+        False, description="Assert the invariants (ledger conservation, versions, logprobs) while running."
+    )
 
 
 class ScheduleOptions(BaseModel):
@@ -56,7 +66,8 @@ class ClusterOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field(
-        "", description="Ray cluster to join (host:port); empty: RAY_ADDRESS if set (as in a submitted job), else a local Ray."
+        "",
+        description="Ray cluster to join (host:port); empty: RAY_ADDRESS if set (as in a submitted job), else a local Ray.",
     )
     dashboard: bool = Field(True, description="Serve the Ray dashboard when a local Ray is started (on 127.0.0.1).")
     object_store_mb: int = Field(256, ge=80, description="Object store of a local Ray. Unit: MB.")
@@ -92,3 +103,90 @@ class Config(BaseModel):
     def samples_per_step(self) -> int:
         """Answers trained per optimiser step."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Longest sequence that data and rollout options admit (prompt and answer together), in tokens."""
+        return self.data.max_prompt_tokens + self.rollout.max_tokens
+
+    def planned_steps(self, prompts: int | None = None) -> int:
+        """Return how many optimiser steps the run takes over ``prompts`` prompts (``data.prompts`` when None).
+
+        Groups that dynamic sampling drops use up prompts too, so with ``run.epochs`` it may end earlier.
+        """
+        by_epochs = math.ceil(self.run.epochs * (prompts or self.data.prompts) / self.rollout.prompts_per_step)
+        limits = [limit for limit in (self.run.steps, by_epochs) if limit > 0]
+        return min(limits)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        problems = _conflicts(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def warnings(self) -> list[str]:
+        """Return what is allowed but probably not meant, one sentence each; they name the fields."""
+        return _doubts(self)
+
+
+def _conflicts(config: Config) -> list[str]:
+    """Return one sentence for every pair of fields that cannot go together."""
+    rollout, algorithm = config.rollout, config.algorithm
+    problems = []
+    if config.run.steps == 0 and config.run.epochs == 0:
+        problems.append("run.steps and run.epochs are both 0: set one of them, or the run has no length")
+    if rollout.prompts_per_step > config.data.prompts:
+        problems.append(
+            f"rollout.prompts_per_step ({rollout.prompts_per_step}) exceeds data.prompts ({config.data.prompts}): one step "
+            "would need the same prompt twice; lower the one or raise the other"
+        )
+    if config.learner.minibatches > rollout.prompts_per_step:
+        problems.append(
+            f"learner.minibatches ({config.learner.minibatches}) exceeds rollout.prompts_per_step "
+            f"({rollout.prompts_per_step}): a group of answers is never split, so some updates would be empty"
+        )
+    if algorithm.overlong.mode == "soft" and algorithm.overlong.buffer_tokens >= rollout.max_tokens:
+        problems.append(
+            f"algorithm.overlong.buffer_tokens ({algorithm.overlong.buffer_tokens}) must be smaller than "
+            f"rollout.max_tokens ({rollout.max_tokens}): the ramp would punish every answer"
+        )
+    for name in config.evaluation.sets:
+        if name == "train":
+            problems.append(
+                "evaluation.sets.train: the name train is taken by the training prompts; choose another name"
+            )
+        elif not _SET_NAME.fullmatch(name):
+            problems.append(f"evaluation.sets: the name {name!r} may hold letters, digits, - and _ only")
+    if config.data.system_prompt and config.model.chat_template is False:
+        problems.append("data.system_prompt needs a chat template, but model.chat_template is false: drop one of them")
+    return problems
+
+
+def _doubts(config: Config) -> list[str]:
+    run, rollout, learner = config.run, config.rollout, config.learner
+    doubts = []
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        doubts.append(
+            f"rollout.top_p={rollout.top_p:g} and rollout.top_k={rollout.top_k} truncate the distribution in training: "
+            "tokens outside of it are never explored, and ratios are undefined where the cut moves; 1 and 0 keep all of it"
+        )
+    if run.steps and run.epochs and math.ceil(run.epochs * config.data.prompts / rollout.prompts_per_step) > run.steps:
+        doubts.append(
+            f"run.steps={run.steps} ends the run before run.epochs={run.epochs} is complete; run.steps=0 trains whole epochs"
+        )
+    if learner.warmup_steps >= config.planned_steps() * learner.minibatches and learner.warmup_steps > 0:
+        doubts.append(
+            f"learner.warmup_steps={learner.warmup_steps} lasts the whole run "
+            f"({config.planned_steps() * learner.minibatches} updates): the peak learning rate is never reached"
+        )
+    if config.algorithm.kl.coefficient > 0 and config.algorithm.kl.estimator == "k1":
+        doubts.append(
+            "algorithm.kl.estimator=k1 inside the loss has an expected gradient of zero: it does not hold the policy "
+            "near the reference; k3 or k2 do"
+        )
+    if rollout.workers > rollout.prompts_per_step * rollout.samples_per_prompt:
+        doubts.append(
+            f"rollout.workers={rollout.workers} exceeds the {config.samples_per_step} answers of a step: some stay idle"
+        )
+    return doubts
