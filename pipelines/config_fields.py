@@ -122,7 +122,7 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
         least = next((m.min_length for m in metadata if isinstance(m, annotated_types.MinLen)), 0)
         return ("non-empty list of " if least else "list of ") + _plural(get_args(annotation)[0])
     if origin is dict:
-        return f"mapping from name to {_plural(get_args(annotation)[1])}"
+        return f"mapping from names to {_plural(get_args(annotation)[1])}"
     if annotation is bool:
         return "true or false"
     if annotation is int:
@@ -188,10 +188,10 @@ def _likeness(path: str, candidate: str) -> float:
     section = difflib.SequenceMatcher(None, head, candidate_head).ratio() if head else 0.0
     if name == candidate_name:
         own = 1.0
-    elif name in candidate_name or name == "".join(word[:1] for word in candidate_name.split("_")):
+    elif (len(name) > 2 and name in candidate_name) or name == "".join(word[:1] for word in candidate_name.split("_")):
         # A part of the name or its initials (samples, lr): people shorten names more often than they misspell them.
         own = 0.9
     else:
         own = difflib.SequenceMatcher(None, name, candidate_name).ratio()
     whole = difflib.SequenceMatcher(None, path, candidate).ratio()
-    return max(0.75 * own + 0.25 * section, whole if head else 0.0)
+    return max(0.75 * own + 0.25 * section, whole if head and own >= 0.5 else 0.0)
