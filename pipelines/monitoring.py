@@ -1,0 +1,338 @@
+"""Where metrics go, and what each of them means.
+
+``metrics.jsonl`` is always written: it is the record of the run that `slipstream status` and the plots read, so a
+failure there ends the run. TensorBoard and Weights & Biases are conveniences: one that fails is reported once, switched
+off, and the training goes on. `METRICS` documents every name that a run may log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from storage.errors import UserError
+from storage.journal import JsonLines
+from storage.options import TrackingOptions
+
+logger = logging.getLogger(__name__)
+
+Value = float | int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a metric means, its unit (empty: a plain number) and what to expect of a healthy run."""
+
+    meaning: str
+    unit: str = ""
+    healthy: str = ""
+
+
+METRICS: Mapping[str, Metric] = {
+    # What the policy earns
+    "reward/mean": Metric("Mean weighted reward of the step's scored answers", "", "rises"),
+    "reward/std": Metric("Standard deviation of those rewards", "", "above 0: else nothing can be learned"),
+    "reward/part/<function>": Metric("Mean raw value of one reward function, abstentions left out", "", "rises"),
+    "reward/error_share": Metric("Answers whose scoring failed or timed out", "share", "below reward.error_alarm"),
+    "reward/zero_variance_share": Metric("Groups whose rewards are all equal: no gradient", "share", "below 0.8"),
+    "accuracy/train": Metric("Answers of the step that the first reward function calls correct", "share", "rises"),
+    # Held-out evaluation
+    "eval/<set>/accuracy": Metric("Greedy answers that are correct", "share", "rises"),
+    "eval/<set>/accuracy_stderr": Metric("Standard error of accuracy over prompts", "share", "below the gain claimed"),
+    "eval/<set>/accuracy_low": Metric("Lower end of the 95 % interval of accuracy (Wilson)", "share"),
+    "eval/<set>/accuracy_high": Metric("Upper end of the 95 % interval of accuracy (Wilson)", "share"),
+    "eval/<set>/mean_at_k": Metric("Expected accuracy of one sampled answer, k = evaluation.samples", "share", "rises"),
+    "eval/<set>/mean_at_k_stderr": Metric("Standard error of mean_at_k over prompts", "share"),
+    "eval/<set>/mean_at_k_low": Metric("Lower end of the 95 % interval of mean_at_k", "share"),
+    "eval/<set>/mean_at_k_high": Metric("Upper end of the 95 % interval of mean_at_k", "share"),
+    "eval/<set>/pass_at_k": Metric("Chance that one of k sampled answers is correct", "share", "does not fall"),
+    "eval/<set>/pass_at_k_stderr": Metric("Standard error of pass_at_k over prompts", "share"),
+    "eval/<set>/pass_at_<j>": Metric("Chance that one of j sampled answers is correct (unbiased)", "share"),
+    "eval/<set>/reward": Metric("Mean weighted reward of the greedy answers", "", "rises"),
+    "eval/<set>/length_mean": Metric("Mean length of the greedy answers", "tokens"),
+    "eval/<set>/truncated_share": Metric("Greedy answers that hit the token limit", "share", "below 0.1"),
+    "eval/<set>/prompts": Metric("Prompts evaluated", "prompts"),
+    "eval/<set>/error_share": Metric(
+        "Answers that could not be generated or scored; they leave the figures", "share", "0"
+    ),
+    "eval/<set>/abstained": Metric("Answers that the first reward function did not judge", "answers", "0"),
+    # Generation
+    "rollout/tokens": Metric("Tokens generated in the step", "tokens"),
+    "rollout/samples": Metric("Answers finished in the step", "answers"),
+    "rollout/tokens_per_s": Metric("Tokens generated per second of the generation phase", "tokens/s"),
+    "rollout/length_mean": Metric("Mean length of the answers", "tokens"),
+    "rollout/length_p50": Metric("Median length", "tokens"),
+    "rollout/length_p90": Metric("Length that 90 % of the answers stay below", "tokens"),
+    "rollout/length_max": Metric("Longest answer", "tokens"),
+    "rollout/truncated_share": Metric("Answers that hit rollout.max_tokens", "share", "below 0.1"),
+    "rollout/error_share": Metric("Answers that could not be generated", "share", "0"),
+    "rollout/acceptance": Metric("Draft tokens accepted of those verified", "share", "above 0.5 with speculation on"),
+    "rollout/tokens_per_pass": Metric("Tokens emitted per forward pass and answer", "tokens", "1 without speculation"),
+    # Time
+    "time/step_s": Metric("Wall-clock time of the whole step", "s"),
+    "time/generate_s": Metric("Waiting for answers", "s", "most of the step"),
+    "time/reward_s": Metric("Waiting for rewards after the last answer", "s", "near 0: rewards overlap generation"),
+    "time/learn_s": Metric("Optimiser step", "s"),
+    "time/publish_s": Metric("New weights from the learner to every rollout worker", "s"),
+    "time/checkpoint_s": Metric("Writing a checkpoint", "s"),
+    "time/evaluate_s": Metric("Held-out evaluation", "s"),
+    "time/other_s": Metric("Rest of the step: queues, records, bookkeeping", "s", "at most 10 % of time/step_s"),
+    # What the work was worth
+    "goodput/tokens_per_s": Metric("Generated tokens that were trained on, per second of the whole step", "tokens/s"),
+    "goodput/samples_per_s": Metric("Answers that were trained on, per second of the whole step", "answers/s"),
+    "waste/tokens": Metric("Generated tokens that no optimiser step used", "tokens"),
+    "waste/share": Metric("Share of the step's generated tokens that no optimiser step used", "share", "below 0.1"),
+    "staleness/mean": Metric("Versions between an answer's oldest token and the step that trains on it", "versions"),
+    "staleness/max": Metric("Largest of those", "versions", "at most asynchrony.max_staleness"),
+    # Bookkeeping of groups
+    "ledger/launched": Metric("Groups issued since the start", "groups", "sum of the states below"),
+    "ledger/queued": Metric("Groups waiting for a worker", "groups"),
+    "ledger/leased": Metric("Groups with a worker", "groups"),
+    "ledger/ready": Metric("Groups complete and waiting for the learner", "groups"),
+    "ledger/trained": Metric("Groups trained on", "groups"),
+    "ledger/ended/<reason>": Metric("Groups that ended without training, by reason", "groups"),
+    "ledger/reissued": Metric("Groups issued again because their worker or payload was lost", "groups", "0"),
+    "queue/<queue>": Metric("Envelopes waiting in a queue at the end of the step", "envelopes", "below its capacity"),
+    "progress/epoch": Metric("Passes over the training prompts so far", "epochs"),
+    "progress/version": Metric("Version of the weights after the step", "versions"),
+}
+
+_PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", name)), name) for name in METRICS if "<" in name]
+
+
+def describe(name: str) -> Metric | None:
+    """Return the documentation of a logged name, ``<placeholders>`` of `METRICS` included; ``None`` if it has none."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((METRICS[template] for pattern, template in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Return the logged names that `METRICS` does not document, sorted; the fields that every record has are known."""
+    return sorted(name for name in names if name not in ("step", "time", "wall_s") and describe(name) is None)
+
+
+class Monitor(Protocol):
+    """A place that metrics are sent to."""
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Record ``metrics`` under the number of finished optimiser steps (0: before the first)."""
+
+    def close(self) -> None:
+        """Write out what is buffered and release resources."""
+
+
+class JsonlMonitor:
+    """Appends one line per record to ``metrics.jsonl``: step, time (Unix seconds), wall_s (seconds run), metrics.
+
+    ``wall_s`` goes on where an interrupted run left off. A number that is not finite becomes ``null``, since strict
+    JSON has no word for it: a key that is present without a number means NaN or infinity.
+    """
+
+    def __init__(self, path: Path, *, resume_offset: int | None = None, clock: Callable[[], float] = time.time) -> None:
+        """Open ``path``, dropping all behind byte ``resume_offset`` (what was logged after the resumed checkpoint)."""
+        self._clock = clock
+        self._lines = JsonLines(path)
+        if resume_offset is not None:
+            self._lines.truncate(resume_offset)
+        earlier = read_records(path)
+        self._started = clock() - (float(earlier[-1].get("wall_s") or 0.0) if earlier else 0.0)
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Append one record and hand it to the operating system."""
+        now = self._clock()
+        record: dict[str, Any] = {"step": step, "time": round(now, 3), "wall_s": round(now - self._started, 3)}
+        record.update((name, _plain(value)) for name, value in metrics.items())
+        self._lines.append(record)
+
+    def offset(self) -> int:
+        """Make all records durable and return the size of the file in bytes, for a checkpoint to come back to."""
+        self._lines.sync()
+        return self._lines.offset()
+
+    def close(self) -> None:
+        """Make all records durable and close the file."""
+        self._lines.close()
+
+
+class TensorboardMonitor:
+    """Writes numbers as TensorBoard scalars; text stays in ``metrics.jsonl``."""
+
+    def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
+        """Open an event file in ``directory``; what an interrupted run logged after ``resume_step`` is hidden."""
+        from tensorboardX import SummaryWriter
+
+        purge = None if resume_step is None else resume_step + 1
+        # Event files are named after the second; without a suffix a quick resume would overwrite the file before it.
+        suffix = f".{time.time_ns()}"
+        self._writer = SummaryWriter(logdir=str(directory), purge_step=purge, flush_secs=10, filename_suffix=suffix)
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Write the numeric values."""
+        for name, value in metrics.items():
+            plain = _plain(value)
+            if isinstance(plain, int | float):
+                self._writer.add_scalar(name, plain, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbMonitor:
+    """Logs to one Weights & Biases run, the same one after a resume.
+
+    The run's identity lies in ``RUN/wandb_id``. Steps are logged as a metric of their own that the charts use as their
+    x axis, because the service refuses records whose built-in step goes backwards, as after a crash and resume it does.
+    """
+
+    def __init__(self, run_directory: Path, *, project: str, name: str, config: Mapping[str, Any]) -> None:
+        """Start or continue the run.
+
+        Raises:
+            UserError: The package is not installed.
+        """
+        check_tracking(TrackingOptions(wandb=True))
+        import wandb
+
+        identity = run_directory / "wandb_id"
+        if not identity.exists():
+            identity.write_text(secrets.token_hex(8))
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=identity.read_text().strip(),
+            dir=str(run_directory),
+            config=dict(config),
+            resume="allow",
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Queue one record; the client sends it from a process of its own."""
+        self._run.log({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
+
+    def close(self) -> None:
+        """Send what is queued and end the run."""
+        self._run.finish()
+
+
+class MonitorGroup:
+    """Sends each record to ``metrics.jsonl`` and to every tracker that still works.
+
+    Attributes:
+        failures: One message per tracker that failed and was switched off, for the run's alarms.
+    """
+
+    def __init__(self, jsonl: JsonlMonitor) -> None:
+        self.failures: list[str] = []
+        self._jsonl = jsonl
+        self._trackers: dict[str, Monitor] = {}
+
+    def add(self, name: str, opener: Callable[[], Monitor]) -> None:
+        """Open a tracker; a failure other than a `UserError` leaves it out of the group."""
+        try:
+            self._trackers[name] = opener()
+        except UserError:
+            raise
+        except Exception as error:
+            self._switch_off(name, error)
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Send one record everywhere. Only a failure to write ``metrics.jsonl`` is raised."""
+        self._jsonl.log(step, metrics)
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # a third-party client may raise anything; training must not depend on it
+                self._switch_off(name, error)
+
+    def offset(self) -> int:
+        """Return the durable size of ``metrics.jsonl`` in bytes."""
+        return self._jsonl.offset()
+
+    def close(self) -> None:
+        """Close every tracker, then ``metrics.jsonl``."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.close()
+            except Exception as error:
+                self._switch_off(name, error)
+        self._trackers.clear()
+        self._jsonl.close()
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        self._trackers.pop(name, None)
+        message = f"{name} failed and is switched off for this run: {type(error).__name__}: {error}"
+        self.failures.append(message)
+        logger.warning("%s", message)
+
+
+def check_tracking(options: TrackingOptions) -> None:
+    """Raise `UserError` when a tracker is asked for whose package is missing; imports nothing."""
+    if options.wandb and find_spec("wandb") is None:
+        raise UserError(
+            "tracking.wandb: the package wandb is not installed. "
+            "Run: pip install 'slipstream[wandb]' (or set tracking.wandb=false)."
+        )
+
+
+def open_monitors(
+    options: TrackingOptions,
+    run_directory: Path,
+    resume_step: int | None = None,
+    *,
+    resume_offset: int | None = None,
+    name: str = "",
+    config: Mapping[str, Any] | None = None,
+) -> MonitorGroup:
+    """Open ``metrics.jsonl`` and the trackers that ``options`` ask for.
+
+    Args:
+        options: The ``tracking`` section.
+        run_directory: Where the run leaves its files.
+        resume_step: Step of the checkpoint that the run resumes from; ``None`` for a new run.
+        resume_offset: Size of ``metrics.jsonl`` at that checkpoint in bytes.
+        name: Name of the run; empty takes that of the directory.
+        config: Resolved configuration, shown by trackers.
+
+    Raises:
+        UserError: A tracker's package is not installed.
+    """
+    check_tracking(options)
+    group = MonitorGroup(JsonlMonitor(run_directory / "metrics.jsonl", resume_offset=resume_offset))
+    if options.tensorboard:
+        group.add("tensorboard", lambda: TensorboardMonitor(run_directory / "tensorboard", resume_step=resume_step))
+    if options.wandb:
+        group.add(
+            "wandb",
+            lambda: WandbMonitor(
+                run_directory, project=options.wandb_project, name=name or run_directory.name, config=config or {}
+            ),
+        )
+    return group
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read ``metrics.jsonl``, in order; a missing file has no records and a torn last line is left out."""
+    return JsonLines.read(path) if path.exists() else []
+
+
+def _plain(value: Any) -> float | int | str | None:
+    """Turn numpy scalars and the like into what JSON holds; a number that is not finite into ``None``."""
+    if isinstance(value, bool | numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str) else str(value)
