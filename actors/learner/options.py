@@ -55,6 +55,11 @@ class AlgorithmOptions(BaseModel):
     overlong: OverlongOptions = Field(default_factory=OverlongOptions, description="Answers that hit the token limit.")
     kl: KlOptions = Field(default_factory=KlOptions, description="Penalty towards the initial policy.")
 
+    @property
+    def filters_zero_variance(self) -> bool:
+        """True when groups with equal rewards are replaced by fresh prompts."""
+        return self.name == "dapo" if self.dynamic_sampling is None else self.dynamic_sampling
+
 
 class LearnerOptions(BaseModel):
     """How the policy is updated."""

@@ -50,8 +50,10 @@ class RewardWorker:
             elif isinstance(envelope, RewardEnvelope):
                 bundle: Bundle = ray.get(envelope.refs[0])
                 prompts.update(bundle.prompts)
-                for sample, header in zip(bundle.samples, envelope.header.items, strict=True):
-                    identity = (sample.key, sample.index)
+                arrived = {(sample.key, sample.index): sample for sample in bundle.samples}
+                for header in envelope.header.items:  # a part of the bundle, when it is put for the second time
+                    identity = (header.key, header.index)
+                    sample = arrived[identity]
                     self._attempts[identity] = header.attempt
                     if sample.finish_reason in ("stop", "length"):
                         waiting[identity] = sample

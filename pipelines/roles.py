@@ -1,0 +1,173 @@
+"""Creates the actors of a run and replaces those that die.
+
+The conductor owns them: when it goes, they go. Ray's own restarts are off, because a replacement needs the current
+weights and its queue before it may work, and because names on the dashboard should say which incarnation it is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.queue import Queue
+
+from actors.history import worker as history_worker
+from actors.learner import worker as learner_worker
+from actors.reward import worker as reward_worker
+from actors.rollout import worker as rollout_worker
+from pipelines.config import Config
+from pipelines.run_data import RunData
+from storage.records import WeightsManifest
+
+_QUEUE_CONCURRENCY = 1000
+
+
+@dataclass(slots=True)
+class Role:
+    """One living actor: its handle and the name that logs and the dashboard show."""
+
+    name: str
+    actor: Any
+    incarnation: int = 0
+
+
+@dataclass(slots=True)
+class Published:
+    """The snapshot that rollout workers should be on: manifest and the reference to its buffer."""
+
+    manifest: WeightsManifest
+    ref: Any
+
+
+@dataclass(slots=True)
+class Roles:
+    """All actors and queues of one run."""
+
+    config: Config
+    data: RunData
+    namespace: str
+    rollout: list[Role] = field(default_factory=list)
+    reward: list[Role] = field(default_factory=list)
+    learner: Role | None = None
+    history: Role | None = None
+    reward_queue: Any = None
+    learner_queue: Any = None
+    history_queue: Any = None
+    published: Published | None = None
+
+    def start(self, *, version: int, learner_directory: str | None, with_learner: bool, history: str | None) -> None:
+        """Create queues and actors; returns at once, the actors load in parallel.
+
+        Args:
+            version: Version of the weights at ``data.model_path``.
+            learner_directory: Component folder of a checkpoint, or None for a fresh optimiser.
+            with_learner: False for a run that only evaluates.
+            history: Folder of the Parquet archive, or None to keep no rollouts.
+        """
+        size = self.config.cluster.queue_groups
+        self.reward_queue = self._queue("reward-queue", size)
+        self.rollout = [self._rollout(i, 0, version) for i in range(self.config.rollout.workers)]
+        self.reward = [self._reward(i, 0) for i in range(self.config.reward.workers)]
+        if with_learner:
+            # a step is put whole, so the queue must hold one; beyond that it pushes back
+            self.learner_queue = self._queue("learner-queue", max(size, self.config.rollout.prompts_per_step + 1))
+            self.learner = self._learner(learner_directory)
+        if history is not None:
+            self.history_queue = self._queue("history-queue", 16)
+            self.history = self._history(history)
+
+    def replace_rollout(self, index: int) -> Role:
+        """Create a successor of a dead rollout worker; the caller gives it the published weights."""
+        version = self.published.manifest.version if self.published else 0
+        self.rollout[index] = self._rollout(index, self.rollout[index].incarnation + 1, version)
+        return self.rollout[index]
+
+    def replace_reward(self, index: int) -> Role:
+        """Create a successor of a dead reward worker."""
+        self.reward[index] = self._reward(index, self.reward[index].incarnation + 1)
+        return self.reward[index]
+
+    def everyone(self) -> list[Role]:
+        """All living roles."""
+        return [*self.rollout, *self.reward, *[r for r in (self.learner, self.history) if r is not None]]
+
+    def shutdown(self) -> None:
+        """Kill what the conductor started; for the end of a run, when nothing is in flight."""
+        for role in self.everyone():
+            ray.kill(role.actor)
+        for queue in (self.reward_queue, self.learner_queue, self.history_queue):
+            if queue is not None:
+                queue.shutdown(force=True)
+
+    def _queue(self, name: str, size: int) -> Any:
+        options = {"num_cpus": 0, "max_concurrency": _QUEUE_CONCURRENCY, "name": name, "namespace": self.namespace}
+        return Queue(maxsize=size, actor_options=options)
+
+    def _spawn(self, module: Any, cls: type, name: str, resources: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        remote = ray.remote(concurrency_groups=module.CONCURRENCY_GROUPS)(cls)
+        options = {"name": name, "namespace": self.namespace, "max_restarts": 0, "max_task_retries": 0, **resources}
+        return remote.options(**options).remote(*args, **kwargs)
+
+    def _rollout(self, index: int, incarnation: int, version: int) -> Role:
+        name = _name("rollout", index, incarnation)
+        options = self.config.rollout
+        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
+        actor = self._spawn(
+            rollout_worker,
+            rollout_worker.RolloutWorker,
+            name,
+            {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+            name,
+            self.data.model_path,
+            options,
+            run_seed=self.config.run.seed,
+            max_length=self.data.max_length,
+            threads=threads,
+            version=version,
+        )
+        return Role(name, actor, incarnation)
+
+    def _reward(self, index: int, incarnation: int) -> Role:
+        name = _name("reward", index, incarnation)
+        resources = {"num_cpus": self.config.reward.num_cpus}
+        actor = self._spawn(reward_worker, reward_worker.RewardWorker, name, resources, name, self.config.reward)
+        return Role(name, actor, incarnation)
+
+    def _learner(self, resume_directory: str | None) -> Role:
+        options = self.config.learner
+        sampling = self.config.rollout
+        actor = self._spawn(
+            learner_worker,
+            learner_worker.LearnerWorker,
+            "learner",
+            {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+            self.data.model_path,
+            options,
+            self.config.algorithm,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=self.config.run.seed,
+            total_steps=self.data.total_steps,
+            resume_directory=resume_directory,
+        )
+        return Role("learner", actor)
+
+    def _history(self, directory: str) -> Role:
+        actor = self._spawn(
+            history_worker,
+            history_worker.HistoryWorker,
+            "history",
+            {"num_cpus": 0},
+            directory,
+            self.data.tokenizer_fingerprint,
+            self.data.sampling_by_split(self.config),
+        )
+        return Role("history", actor)
+
+
+def _name(role: str, index: int, incarnation: int) -> str:
+    return f"{role}-{index}" + (f".{incarnation}" if incarnation else "")

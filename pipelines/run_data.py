@@ -1,0 +1,86 @@
+"""What a run works on, read and checked before Ray starts: prompts, sampling limits, lengths.
+
+The tokenizer is loaded here and in the rollout workers only; the conductor gets token ids.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.config import Config
+from storage.records import TRAIN_SPLIT, Prompt, SamplingParams
+
+SAMPLED_SUFFIX = "@k"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """Everything that roles need to know about model and data.
+
+    Attributes:
+        model_path: Local Hugging Face directory that the roles load: the base model, or a checkpoint's.
+        train: Training prompts.
+        evaluation: Held-out prompts by set name.
+        stop_token_ids: All EOS ids of the model.
+        max_length: Longest sequence, prompt and answer together. Unit: tokens.
+        total_steps: Optimiser steps of the whole run.
+        tokenizer_fingerprint: xxh3-64 of the tokenizer files; history written by another one is not reused.
+    """
+
+    model_path: str
+    train: tuple[Prompt, ...]
+    evaluation: dict[str, tuple[Prompt, ...]]
+    stop_token_ids: tuple[int, ...]
+    max_length: int
+    total_steps: int
+    tokenizer_fingerprint: int
+
+    def training_sampling(self, config: Config) -> SamplingParams:
+        """How training samples are drawn."""
+        rollout = config.rollout
+        return SamplingParams(
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=self.stop_token_ids,
+            stop_strings=rollout.stop_strings,
+        )
+
+    def greedy_sampling(self, config: Config) -> SamplingParams:
+        """How greedy evaluation decodes."""
+        return SamplingParams(
+            max_tokens=config.rollout.max_tokens,
+            temperature=0.0,
+            stop_token_ids=self.stop_token_ids,
+            stop_strings=config.rollout.stop_strings,
+        )
+
+    def sampling_by_split(self, config: Config) -> dict[str, SamplingParams]:
+        """Sampling parameters of training and of each evaluation split."""
+        splits = {TRAIN_SPLIT: self.training_sampling(config)}
+        for name in self.evaluation:
+            splits[name] = self.greedy_sampling(config)
+            splits[name + SAMPLED_SUFFIX] = self.training_sampling(config)
+        return splits
+
+
+def total_steps(config: Config, prompts: int) -> int:
+    """Return the number of optimiser steps that ``run.steps`` and ``run.epochs`` ask for; the smaller one counts."""
+    per_epochs = math.ceil(config.run.epochs * prompts / config.rollout.prompts_per_step)
+    wanted = [steps for steps in (config.run.steps, per_epochs) if steps]
+    return min(wanted)
+
+
+def tokenizer_fingerprint(model_path: Path) -> int:
+    """Return xxh3-64 over the tokenizer's files, in name order."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for path in sorted(model_path.glob("*")):
+        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.intdigest()

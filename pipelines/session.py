@@ -1,0 +1,422 @@
+"""One process's part of a run: from the start, or from a checkpoint, to the end or to a request to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import ray
+from storage.history.archive import RolloutArchive
+from storage.prompt_source import PromptSource
+
+from actors.bundles import LearnerHeader, RecordEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
+from pipelines.config import Config
+from pipelines.evaluation import evaluate
+from pipelines.flow import SampleFlow, pairs
+from pipelines.monitoring import MonitorGroup, open_monitors
+from pipelines.ray_metrics import RunMetrics
+from pipelines.roles import Published, Roles
+from pipelines.rounds import Interrupted, RoundResult, RoundRunner, unless_stopped
+from pipelines.run_data import SAMPLED_SUFFIX, RunData
+from pipelines.scheduling.all_at_once import AllAtOnce
+from pipelines.status import RunStatus, State, StatusBoard
+from pipelines.step_metrics import StepClock, is_correct, step_metrics
+from pipelines.watchdog import Watchdog
+from storage.checkpoints import Checkpoint, CheckpointStore
+from storage.ledger import Ledger
+from storage.records import TRAIN_SPLIT, GroupKey, SampleHeader
+from storage.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STATE_COMPONENT = "conductor"
+LEARNER_COMPONENT = "learner"
+MODEL_COMPONENT = "model"
+_STATE_FILE = "state.json"
+
+
+class Session:
+    """One process's part of a run: from start or checkpoint to the end."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        data: RunData,
+        resume: Checkpoint | None,
+        *,
+        namespace: str,
+        dashboard_url: str,
+        stop: asyncio.Event,
+        train: bool,
+    ) -> None:
+        """Open files and positions; nothing runs before :meth:`start`.
+
+        Args:
+            config: The resolved configuration.
+            directory: The run's directory.
+            data: Model, prompts and limits.
+            resume: Checkpoint to go on from; journal, metrics and archive are cut back to it.
+            namespace: Ray namespace of the run's actors.
+            dashboard_url: For people; may be empty.
+            stop: Set when the run should save and end.
+            train: False to evaluate only.
+        """
+        self._config = config
+        self._directory = directory
+        self._data = data
+        self._resume = resume
+        self._train = train
+        self._stop = stop
+        self.evaluations: dict[str, Mapping[str, float]] = {}
+        self.step = 0
+        self._store = CheckpointStore(self._directory.checkpoints, config.checkpoint.keep_last)
+        self._source = PromptSource(
+            data.train, shuffle=config.data.shuffle, seed=config.run.seed, epochs=config.run.epochs or None
+        )
+        metrics_offset: int | None = None
+        if resume is None:
+            self._ledger = Ledger(self._directory.ledger if train else None)
+        else:
+            saved = read_state(resume)
+            self.step = saved["step"]
+            self._source.load_state(saved["source"])
+            self._ledger = Ledger.replay(self._directory.ledger, saved["ledger_offset"])
+            metrics_offset = saved["metrics_offset"]
+            self.evaluations.update(saved["evaluations"])
+            RolloutArchive(self._directory.rollouts, data.tokenizer_fingerprint).truncate_after(self.step)
+        self._monitors: MonitorGroup = open_monitors(
+            config.tracking,
+            self._directory.path,
+            self.step if resume else None,
+            resume_offset=metrics_offset,
+            name=self._directory.path.name,
+            config=config.model_dump(mode="json"),
+        )
+        previous = None
+        if resume is not None and self._directory.status.exists():
+            previous = RunStatus.load(self._directory.status)
+        self.board = StatusBoard(
+            self._directory.path.name,
+            str(self._directory.path),
+            steps=data.total_steps if train else 0,
+            step=self.step,
+            evaluate_every=config.evaluation.every,
+            evaluate_after=config.evaluation.after,
+            dashboard_url=dashboard_url,
+            previous=previous,
+        )
+        self._metrics = RunMetrics()
+        self._roles = Roles(config, data, namespace)
+        self._flow = SampleFlow(self._roles)
+        policy = AllAtOnce(
+            dynamic_sampling=config.algorithm.filters_zero_variance, max_refills=config.algorithm.max_refills
+        )
+        self._runner = RoundRunner(config, data, self._flow, self._source, self._ledger, policy, self._stop)
+        self._watchdog = Watchdog(self._roles, self._flow, self.board, config)
+        self._learner_events: Any = None
+        self._history_events: Any = None
+        self._recorded: dict[tuple[str, int], tuple[GroupKey, ...]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
+        config = self._config
+        archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" and self._train else None
+        learner_directory = str(self._resume.component("learner")) if self._resume is not None else None
+        version = read_state(self._resume)["version"] if self._resume is not None else 0
+        self._roles.start(
+            version=version, learner_directory=learner_directory, with_learner=self._train, history=archive
+        )
+        self._flow.start()
+        if self._roles.history is not None:
+            self._history_events = self._call(self._roles.history, self._roles.history_queue)
+            self._spawn(self._read_history())
+        if self._roles.learner is not None:
+            self._learner_events = pairs(self._call(self._roles.learner, self._roles.learner_queue))
+            header, ref = await self._wait(
+                "start", "learner: loading the model", anext(self._learner_events), config.cluster.start_deadline_s
+            )
+            self._roles.published = Published(header.manifest, ref)
+            await self._wait("start", "rollout workers", self._flow.publish(), config.cluster.start_deadline_s)
+        self._spawn(self._watchdog.run())
+
+    def _call(self, role: Any, queue: Any) -> Any:
+        return role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(queue)
+
+    async def train(self) -> Literal["finished", "stopped"]:
+        """Run steps until the last one, the end of the data, or a request to stop."""
+        config = self._config
+        try:
+            if config.evaluation.before and "before" not in self.evaluations:
+                self.evaluations["before"] = await self._evaluate()
+            while self.step < self._data.total_steps and self._source.remaining != 0:
+                restart_point = self._state()
+                try:
+                    await self._one_step()
+                except Interrupted:
+                    await self._save(restart_point)
+                    raise
+                every = config.evaluation.every
+                last = self.step >= self._data.total_steps
+                if every and self.step % every == 0 and not (last and config.evaluation.after):
+                    await self._evaluate()
+                if config.checkpoint.every and self.step % config.checkpoint.every == 0 and not last:
+                    await self._save(self._state())
+            if config.evaluation.after:
+                self.evaluations["after"] = await self._evaluate()
+            await self._save(self._state())
+            return "finished"
+        except Interrupted:
+            latest = self._store.latest()
+            if latest is None or latest.step != self.step:
+                await self._save(self._state())
+            return "stopped"
+
+    async def evaluate_only(self) -> Literal["finished", "stopped"]:
+        """Evaluate the model once."""
+        try:
+            self.evaluations["after"] = await self._evaluate()
+        except Interrupted:
+            return "stopped"
+        return "finished"
+
+    def observe(self) -> None:
+        """Refresh progress, queue depths and gauges."""
+        progress = self._runner.progress
+        self.board.progress(progress.done, progress.launched)
+        generating, scoring = self._flow.outstanding("generating"), self._flow.outstanding("scoring")
+        self.board.observe(queues={"generating": generating, "scoring": scoring})
+        self._metrics.queue("generating", generating)
+        self._metrics.queue("scoring", scoring)
+
+    async def close(self) -> None:
+        """Stop the roles and close the files; whatever fails here cannot hurt what is saved."""
+        self._flow.close()
+        if self._roles.history is not None and self._recorded:
+            await asyncio.wait([asyncio.ensure_future(self._history_drained())], timeout=60)
+        for task in self._background:
+            task.cancel()
+        for queue in (self._roles.learner_queue, self._roles.history_queue):
+            if queue is not None:
+                await _quietly(queue.put_async(StopEnvelope(), timeout=5))
+        for role in self._roles.reward:
+            await _quietly(asyncio.wait_for(role.actor.close.remote(), 10))
+        self._roles.shutdown()
+        self._monitors.close()
+        self._ledger.close()
+
+    async def _one_step(self) -> None:
+        self._enter("generating")
+        self.board.start_step()
+        began = time.perf_counter()
+        busy_before = dict(self._flow.busy_s)
+        version = self._roles.published.manifest.version if self._roles.published else 0
+        self.board.wait("generate", "rollout workers", self._config.rollout.stall_deadline_s)
+        try:
+            result = await self._runner.train(self.step)
+        except Interrupted:
+            await self._flow.abort()
+            raise
+        finally:
+            self.board.arrived("generate")
+        generate = max((b - busy_before.get(w, 0.0) for w, b in self._flow.busy_s.items()), default=0.0)
+        header, ref = await self._learn(result)
+        published_at = time.perf_counter()
+        pause = 0.0
+        if header.manifest is not None:
+            self._enter("publishing")
+            self._roles.published = Published(header.manifest, ref)
+            acknowledged = await self._wait("publish", "rollout workers", self._flow.publish(), 0.0, safe=False)
+            pause = max((a.get("pause_s", 0.0) for a in acknowledged), default=0.0)
+        ended = time.perf_counter()
+        self._ledger.train(result.keys, self.step, version)
+        self._ledger.sync()
+        self.step += 1
+        await self._record(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
+        clock = StepClock(
+            step=ended - began,
+            generate=generate,
+            learn=header.metrics.get("seconds_total", 0.0),
+            publish=ended - published_at,
+            pause=pause,
+        )
+        self._report(result, clock, header, version)
+
+    async def _learn(self, result: RoundResult) -> tuple[LearnerHeader, Any]:
+        self._enter("training")
+        size = self._config.rollout.samples_per_prompt
+        queue = self._roles.learner_queue
+        items: list[Any] = [self._flow.group(key, size) for key in result.keys]
+        items.append(StepEnvelope(step=self.step, keys=result.keys))
+        deadline = self._config.learner.deadline_s
+        # From here to the next step nothing may be interrupted: learner, ledger and version move together.
+        await self._wait("learner queue", "learner", queue.actor.put_nowait_batch.remote(items), deadline, safe=False)
+        header, ref = await self._wait(
+            "learn", f"learner: step {self.step + 1}", anext(self._learner_events), deadline, safe=False
+        )
+        return header, ref
+
+    def _report(self, result: RoundResult, clock: StepClock, header: LearnerHeader, version: int) -> None:
+        config = self._config
+        metrics = step_metrics(
+            result,
+            clock,
+            header.metrics,
+            self._ledger.counts(),
+            version=version,
+            correct_at=config.evaluation.correct_at,
+            workers=config.rollout.workers,
+        )
+        metrics["crashes/total"] = float(self._flow.crashes)
+        epoch = self._source.progress
+        metrics["epoch"] = epoch
+        self._monitors.log(self.step, metrics)
+        self.board.finish_step(self.step, metrics, epoch=epoch)
+        self._metrics.step(self.step, metrics)
+        share = metrics["reward/error_share"]
+        if share > config.reward.error_alarm:
+            text = next((h.error for hs in result.headers.values() for h in hs if h.error), "")
+            self.board.alarm(
+                f"step {self.step}: {share:.1%} of the scores failed or timed out "
+                f"(reward.error_alarm is {config.reward.error_alarm:.1%}); the first: {text}"
+            )
+        for message in self._monitors.failures:
+            self.board.alarm(message)
+        if config.run.debug:
+            self._ledger.check()
+
+    async def _evaluate(self) -> dict[str, float]:
+        if not self._data.evaluation:
+            return {}
+        self._enter("evaluating")
+        began = time.perf_counter()
+        try:
+            found = await self._runner.evaluate(self.step)
+        except Interrupted:
+            await self._flow.abort()
+            raise
+        correct_at = self._config.evaluation.correct_at
+        metrics: dict[str, float] = {}
+        for name in self._data.evaluation:
+            outcome = evaluate(
+                found[name], found.get(name + SAMPLED_SUFFIX, {}), lambda header: is_correct(header, correct_at)
+            )
+            metrics |= outcome.metrics(f"eval/{name}")
+        seconds = time.perf_counter() - began
+        metrics["time/evaluate_s"] = seconds
+        self._monitors.log(self.step, metrics)
+        self.board.finish_evaluation(self.step, metrics, seconds)
+        for split, groups in found.items():
+            complete = {key: headers for key, headers in groups.items() if headers}
+            await self._record(split, self.step, tuple(complete), complete, {})
+        return metrics
+
+    async def _record(
+        self,
+        split: str,
+        step: int,
+        keys: tuple[GroupKey, ...],
+        headers: Mapping[GroupKey, list[SampleHeader] | Any],
+        advantages: Mapping[GroupKey, Any],
+    ) -> None:
+        """Hand groups to the history role; their references are kept until it has written them."""
+        if self._roles.history is None:
+            self._flow.forget(keys)
+            return
+        groups = tuple(self._flow.group(key, len(headers[key])) for key in keys)
+        self._recorded[split, step] = keys
+        envelope = RecordEnvelope(split=split, step=step, groups=groups, advantages=advantages)
+        await self._wait("history queue", "history", self._roles.history_queue.put_async(envelope), 0.0, safe=False)
+
+    async def _read_history(self) -> None:
+        try:
+            async for (split, step), _ in pairs(self._history_events):
+                self._flow.forget(self._recorded.pop((split, step), ()))
+        except ray.exceptions.RayError as error:
+            # the archive is for people; training goes on without it and says so
+            self.board.alarm(f"the history role died, rollouts are no longer archived: {error}")
+            self._roles.history = None
+            for keys in self._recorded.values():
+                self._flow.forget(keys)
+            self._recorded.clear()
+
+    async def _history_drained(self) -> None:
+        while self._recorded:
+            await asyncio.sleep(0.05)
+
+    def _state(self) -> dict[str, Any]:
+        """Where the run stands between two steps: what a checkpoint must say."""
+        self._ledger.sync()
+        return {
+            "step": self.step,
+            "version": self._roles.published.manifest.version if self._roles.published else 0,
+            "source": self._source.state(),
+            "ledger_offset": self._ledger.offset(),
+            "metrics_offset": self._monitors.offset(),
+            "evaluations": dict(self.evaluations),
+        }
+
+    async def _save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint of all components; raises :class:`CheckpointError` and leaves earlier ones alone."""
+        latest = self._store.latest()
+        if latest is not None and latest.step == state["step"]:
+            return
+        self._enter("checkpointing")
+        began = time.perf_counter()
+        writer = self._store.begin(state["step"])
+        try:
+            await self._roles.learner_queue.put_async(SaveEnvelope(directory=str(writer.path)))
+            header, _ = await self._wait(
+                "checkpoint", "learner", anext(self._learner_events), self._config.learner.deadline_s, safe=False
+            )
+            write_state(writer.component(STATE_COMPONENT), state)
+            if self._roles.history is not None and self._recorded:
+                await asyncio.wait_for(self._history_drained(), 120)
+            writer.commit({"run": self._directory.path.name, "version": header.version})
+        except BaseException:
+            writer.abandon()
+            raise
+        self._metrics.seconds("checkpoint", time.perf_counter() - began)
+
+    async def _wait(self, label: str, who: str, awaitable: Awaitable[T], deadline_s: float, *, safe: bool = True) -> T:
+        """Await with a label that people can see; where it is ``safe``, a stop raises :class:`Interrupted` at once."""
+        self.board.wait(label, who, deadline_s)
+        try:
+            return await (unless_stopped(awaitable, self._stop) if safe else awaitable)
+        finally:
+            self.board.arrived(label)
+
+    def _enter(self, state: State) -> None:
+        self.board.enter(state)
+        self._metrics.phase(state)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._background.add(task)
+
+
+def write_state(directory: Path, state: Mapping[str, Any]) -> None:
+    """Write the conductor's component of a checkpoint."""
+    (directory / _STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read the conductor's component of a checkpoint."""
+    state: dict[str, Any] = json.loads((checkpoint.component(STATE_COMPONENT) / _STATE_FILE).read_text("utf-8"))
+    return state
+
+
+async def _quietly(awaitable: Awaitable[Any]) -> None:
+    """Await something whose failure changes nothing any more."""
+    try:
+        await awaitable
+    except Exception as error:
+        log.debug("while closing: %s", error)

@@ -1,0 +1,116 @@
+"""Numbers of one training step, from headers and clocks alone. Pure, so that a test can check each formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelines.rounds import RoundResult
+from storage.ledger import LedgerCounts
+from storage.records import SampleHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepClock:
+    """Durations of the parts of a step, in seconds.
+
+    Attributes:
+        step: From the plan of the round to the acknowledged weights, logging included, checkpoints and evaluation not.
+        generate: Engine-busy time of the busiest rollout worker.
+        learn: Time that the learner spent in the step.
+        publish: From the learner's answer to the last acknowledgement.
+        pause: Longest pause of a rollout worker for the change of weights.
+    """
+
+    step: float
+    generate: float
+    learn: float
+    publish: float
+    pause: float
+
+
+def step_metrics(
+    result: RoundResult,
+    clock: StepClock,
+    learner: Mapping[str, float],
+    counts: LedgerCounts,
+    *,
+    version: int,
+    correct_at: float,
+    workers: int,
+) -> dict[str, float]:
+    """Return the metrics of a step by the names that ``pipelines.monitoring.METRICS`` documents.
+
+    Args:
+        result: The training round.
+        clock: Durations.
+        learner: What the learner reported.
+        counts: Ledger after the step.
+        version: Version that the optimiser step started from.
+        correct_at: A sample is correct when its first reward function returns at least this.
+        workers: Number of rollout workers.
+    """
+    trained = [header for headers in result.headers.values() for header in headers]
+    rewards = np.array([h.reward for h in trained if h.reward is not None], np.float64)
+    lengths = np.array([h.tokens for h in trained] or [0], np.float64)
+    tokens = int(sum(h.tokens for h in trained))
+    staleness = np.array([version - h.oldest_version for h in trained] or [0], np.float64)
+    reward_s = _reward_seconds(trained)
+    other = max(0.0, clock.step - clock.generate - reward_s - clock.learn)
+    metrics: dict[str, float] = {
+        "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
+        "reward/std": float(rewards.std()) if len(rewards) else float("nan"),
+        "reward/error_share": result.errors / max(1, result.scored),
+        "accuracy/train": accuracy(trained, correct_at),
+        "rollout/tokens_per_s": result.launched_tokens / max(1e-9, clock.generate),
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_p50": float(np.quantile(lengths, 0.5)),
+        "rollout/length_p90": float(np.quantile(lengths, 0.9)),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/truncated_share": sum(h.finish_reason == "length" for h in trained) / max(1, len(trained)),
+        "rollout/busy_share": clock.generate / max(1e-9, clock.step),
+        "goodput/tokens_per_s": tokens / max(1e-9, clock.step),
+        "waste/share": 1.0 - tokens / max(1, result.launched_tokens),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+        "time/step_s": clock.step,
+        "time/generate_s": clock.generate,
+        "time/reward_s": reward_s,
+        "time/learn_s": clock.learn,
+        "time/publish_s": clock.publish,
+        "time/pause_s": clock.pause,
+        "time/other_s": other,
+        "time/overhead_share": other / max(1e-9, clock.step),
+        "groups/trained": len(result.keys),
+        "ledger/launched": counts.launched,
+        "ledger/in_flight": counts.queued + counts.leased + counts.ready,
+        "ledger/trained": counts.trained,
+        "ledger/ended": sum(counts.ended.values()),
+    }
+    passes = sum(h.forward_passes for h in trained)
+    if passes:
+        metrics["rollout/acceptance_length"] = tokens / passes
+    metrics |= {f"groups/{reason}": float(count) for reason, count in result.filtered.items()}
+    metrics |= {f"learner/{name}": float(value) for name, value in learner.items()}
+    return metrics
+
+
+def accuracy(headers: Sequence[SampleHeader], correct_at: float) -> float:
+    """Share of scored samples whose first reward function returned at least ``correct_at``."""
+    scored = [h for h in headers if h.reward_status == "ok"]
+    return sum(is_correct(h, correct_at) for h in scored) / max(1, len(scored))
+
+
+def is_correct(header: SampleHeader, correct_at: float) -> bool:
+    """Return True when the first reward function gave at least ``correct_at`` (within 1e-9)."""
+    first = next(iter(header.reward_parts.values()), None)
+    return first is not None and first >= correct_at - 1e-9
+
+
+def _reward_seconds(headers: Sequence[SampleHeader]) -> float:
+    """Seconds between the end of generation and the last score; scoring before that overlaps and costs nothing."""
+    written = max((h.timings.finished for h in headers), default=0.0)
+    scored = max((h.timings.rewarded for h in headers), default=0.0)
+    return max(0.0, scored - written)
