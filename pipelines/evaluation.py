@@ -126,7 +126,7 @@ def evaluate(
     sampled: Mapping[GroupKey, Sequence[SampleHeader]],
     correct: Judge,
     *,
-    k: int = 0,
+    k: int | None = None,
 ) -> EvaluationResult:
     """Summarise the answers to one held-out set.
 
@@ -134,11 +134,13 @@ def evaluate(
         greedy: The greedy answer of each prompt (a list of at most one); empty when none was asked for.
         sampled: The sampled answers of each prompt; empty for a greedy-only evaluation.
         correct: Judge of a scored sample, see `correct_at_least`.
-        k: Samples that were asked for per prompt; more than arrive where answers failed.
+        k: Samples that were asked for per prompt; ``None`` takes the most that any prompt has.
 
     Raises:
         ValueError: A prompt has two greedy answers, or more than ``k`` sampled ones.
     """
+    if k is None:
+        k = max((len(headers) for headers in sampled.values()), default=0)
     for key, headers in greedy.items():
         if len(headers) > 1:
             raise ValueError(f"{key}: {len(headers)} greedy answers, expected one")

@@ -100,6 +100,7 @@ def test_mean_at_k_and_pass_at_k_match_hand_computed_values():
     assert result.pass_at[4].value == pytest.approx(2 / 3)
     metrics = result.metrics("eval/x")
     assert metrics["eval/x/pass_at_k"] == metrics["eval/x/pass_at_4"] == pytest.approx(2 / 3)
+    assert evaluate({}, answers(table), EXACT) == result  # k is found from the answers
     assert result.greedy is None
     assert "eval/x/accuracy" not in metrics
 
