@@ -1,0 +1,152 @@
+"""The folder of one run: where each thing is, who may write, and how to find a run again."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from storage.errors import UserError
+from storage.files import StorageError, atomic_write, describe_failure, remove_temporaries, try_lock
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*$")
+_CONFIG = "config.yaml"
+
+
+class RunDirectory:
+    """Paths of one run. A folder is a run once it holds ``config.yaml``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / _CONFIG
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.log"
+        self.ledger = path / "ledger.jsonl"
+        self.status = path / "status.json"
+        self.tensorboard = path / "tensorboard"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self._lock = path / ".lock"
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> RunDirectory:
+        """Make the folder of a new run.
+
+        Raises:
+            UserError: The folder has something in it already, or cannot be made.
+        """
+        if not _NAME.match(name):
+            raise UserError(
+                f"run.name={name!r}: use letters, digits, '.', '_' and '-', starting with a letter or digit"
+            )
+        path = parent / name
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            occupied = any(path.iterdir())
+        except OSError as error:
+            raise StorageError(describe_failure("cannot make run directory", path, error)) from error
+        if occupied:
+            raise UserError(
+                f"run directory {path} exists already: go on with --resume {path}, or choose another run.name"
+            )
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path, parent: Path | None = None) -> RunDirectory:
+        """Find an existing run.
+
+        Args:
+            path: Its folder, or the bare name of one in ``parent``.
+            parent: Folder of runs to look in as well.
+
+        Raises:
+            UserError: There is no such folder or it is not a run; names the nearest runs.
+        """
+        places = [path] if parent is None or path.is_absolute() else [path, parent / path]
+        for place in places:
+            if (place / _CONFIG).is_file():
+                return cls(place)
+        reason = next(
+            (f"{p} is not a run: it has no {_CONFIG}" for p in places if p.exists()), f"{path} does not exist"
+        )
+        known = {
+            name: str(folder / name) for folder in _unique(p.parent for p in places) for name in _run_names(folder)
+        }
+        known |= {name: str(place / name) for place in places for name in _run_names(place)}
+        near = difflib.get_close_matches(path.name, known, n=3, cutoff=0.4) or list(known)[:3]
+        hint = f"; did you mean {' or '.join(known[name] for name in near)}?" if near else "; no runs are near it"
+        raise UserError(reason + hint)
+
+    @classmethod
+    def latest(cls, parent: Path) -> RunDirectory:
+        """The run in ``parent`` that changed last; raises ``UserError`` if there is none."""
+        runs = [cls(parent / name) for name in _run_names(parent)]
+        if not runs:
+            raise UserError(f"{parent} holds no runs: start one with `slipstream train`, or name a run directory")
+        return max(runs, key=cls._changed)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run directory for writing while the block lasts; the lock dies with the process.
+
+        Raises:
+            UserError: Another process holds it; names its pid and host.
+        """
+        try:
+            descriptor = try_lock(self._lock)
+        except BlockingIOError:
+            holder = self._lock.read_text(errors="replace").strip() or "another process"
+            raise UserError(
+                f"{self.path} is in use by {holder}: wait for it, stop it, or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise StorageError(describe_failure("cannot lock", self._lock, error)) from error
+        if descriptor is None:
+            logger.warning("%s: no locks on this file system; make sure that nothing else trains here", self.path)
+        try:
+            self._lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            remove_temporaries(self.path)
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace ``status.json`` atomically. Raises ``StorageError``."""
+        atomic_write(self.status, json.dumps(status, indent=2).encode() + b"\n")
+
+    def read_status(self) -> dict[str, Any] | None:
+        """Content of ``status.json``; ``None`` before the run wrote one. Raises ``StorageError`` if it is damaged."""
+        try:
+            content: dict[str, Any] = json.loads(self.status.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise StorageError(f"{self.status} is not JSON ({error}): it was changed by something else") from error
+        return content
+
+    def _changed(self) -> float:
+        times = [0.0]
+        for path in (self.config, self.metrics, self.status, self.ledger):
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+
+def _run_names(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(child.name for child in folder.iterdir() if (child / _CONFIG).is_file())
+
+
+def _unique(paths: Iterator[Path]) -> list[Path]:
+    return list(dict.fromkeys(paths))
