@@ -1,9 +1,9 @@
 """Live metrics of a run for Ray's metrics endpoint, and so for Prometheus, Grafana and the Ray dashboard.
 
 Ray exports each name as ``ray_slipstream_...``. Tags come from small fixed vocabularies, because each distinct value is
-a time series for ever: a label that is not in its vocabulary is counted as ``other``. Gauges start at 0, so that a query
-for an error that has not happened yet finds a series and not a gap. Failures are counted by a gauge that holds their
-total for that reason: Ray's counters refuse an increment of 0 and so cannot exist before the first failure.
+a time series for ever: a label that is not in its vocabulary is counted as ``other``. Gauges start at 0, so that a
+query for an error that has not happened yet finds a series and not a gap. Failures are counted by a gauge that holds
+their total for that reason: Ray's counters refuse an increment of 0 and so cannot exist before the first failure.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ from pipelines.status import STATES, Wait
 
 PREFIX = "slipstream_"
 OTHER = "other"
-QUEUES = ("generating", "scoring", "learner", "history", OTHER)
-WAITS = ("start", "generate", "reward", "learn", "publish", "checkpoint", "evaluate", OTHER)
+QUEUES = ("generating", "scoring", OTHER)
+WAITS = (
+    "start",
+    "generate",
+    "reward",
+    "learner queue",
+    "learn",
+    "publish",
+    "checkpoint",
+    "evaluate",
+    "history queue",
+    OTHER,
+)
 REASONS = ("reward_error", "reward_timeout", "generation", "worker_lost", "payload_lost", "stall", OTHER)
 OPERATIONS = ("generate", "reward", "learn", "publish", "checkpoint", "evaluate", "step", OTHER)
 SECONDS_BUCKETS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
