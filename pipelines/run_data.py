@@ -84,3 +84,55 @@ def tokenizer_fingerprint(model_path: Path) -> int:
             digest.update(path.name.encode())
             digest.update(path.read_bytes())
     return digest.intdigest()
+
+
+def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> RunData:
+    """Read and render all prompts of a run.
+
+    Args:
+        config: The resolved configuration.
+        model_path: Local Hugging Face directory with the tokenizer.
+        train: False leaves the training prompts out.
+
+    Raises:
+        UserError: Bad data; names file, row or column, and what to do.
+    """
+    from storage.datasets import build_prompts, load_rows
+    from storage.models import context_length, eos_token_ids, load_tokenizer
+    from storage.rendering import Renderer
+
+    renderer = Renderer(
+        load_tokenizer(model_path), chat_template=config.model.chat_template, system_prompt=config.data.system_prompt
+    )
+    context = context_length(model_path)
+    column = config.data.prompt_column
+
+    def prompts(source: str, count: int, seed: int, exclude: frozenset[str]) -> tuple[Prompt, ...]:
+        rows = load_rows(source, count=count, seed=seed, prompt_column=column, exclude=exclude)
+        return tuple(
+            build_prompts(
+                rows,
+                renderer,
+                prompt_column=column,
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                context_length=context,
+                max_tokens=config.rollout.max_tokens,
+            )
+        )
+
+    trained = prompts(config.data.train, config.data.prompts, config.data.seed, frozenset())
+    seen = frozenset(prompt.text for prompt in trained)
+    held_out = {
+        name: prompts(source, config.evaluation.prompts, config.evaluation.seed, seen)
+        for name, source in config.evaluation.sets.items()
+    }
+    longest = max(len(prompt.token_ids) for group in (trained, *held_out.values()) for prompt in group)
+    return RunData(
+        model_path=str(model_path),
+        train=trained if train else (),
+        evaluation=held_out,
+        stop_token_ids=eos_token_ids(model_path),
+        max_length=min(context, longest + config.rollout.max_tokens),
+        total_steps=total_steps(config, len(trained)),
+        tokenizer_fingerprint=tokenizer_fingerprint(model_path),
+    )

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import ray
-from storage.history.archive import RolloutArchive
-from storage.prompt_source import PromptSource
 
 from actors.bundles import LearnerHeader, RecordEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
 from pipelines.config import Config
@@ -28,7 +26,9 @@ from pipelines.status import RunStatus, State, StatusBoard
 from pipelines.step_metrics import StepClock, is_correct, step_metrics
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointStore
+from storage.history.archive import RolloutArchive
 from storage.ledger import Ledger
+from storage.prompt_source import PromptSource
 from storage.records import TRAIN_SPLIT, GroupKey, SampleHeader
 from storage.run_directory import RunDirectory
 
@@ -272,15 +272,15 @@ class Session:
             header.metrics,
             self._ledger.counts(),
             version=version,
+            learner_version=header.version,
             correct_at=config.evaluation.correct_at,
-            workers=config.rollout.workers,
         )
-        metrics["crashes/total"] = float(self._flow.crashes)
         epoch = self._source.progress
-        metrics["epoch"] = epoch
+        metrics |= {"progress/epoch": epoch, "faults/crashes": float(self._flow.crashes)}
         self._monitors.log(self.step, metrics)
         self.board.finish_step(self.step, metrics, epoch=epoch)
-        self._metrics.step(self.step, metrics)
+        trained = int(metrics["rollout/tokens"] - metrics["waste/tokens"])
+        self._metrics.step(self.step, metrics, generated=result.launched_tokens, trained=trained)
         share = metrics["reward/error_share"]
         if share > config.reward.error_alarm:
             text = next((h.error for hs in result.headers.values() for h in hs if h.error), "")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelines.rounds import RoundResult
+from pipelines.scheduling.policy import zero_variance
 from storage.ledger import LedgerCounts
 from storage.records import SampleHeader
 
@@ -38,8 +39,8 @@ def step_metrics(
     counts: LedgerCounts,
     *,
     version: int,
+    learner_version: int,
     correct_at: float,
-    workers: int,
 ) -> dict[str, float]:
     """Return the metrics of a step by the names that ``pipelines.monitoring.METRICS`` documents.
 
@@ -49,8 +50,8 @@ def step_metrics(
         learner: What the learner reported.
         counts: Ledger after the step.
         version: Version that the optimiser step started from.
+        learner_version: Version after it.
         correct_at: A sample is correct when its first reward function returns at least this.
-        workers: Number of rollout workers.
     """
     trained = [header for headers in result.headers.values() for header in headers]
     rewards = np.array([h.reward for h in trained if h.reward is not None], np.float64)
@@ -59,19 +60,26 @@ def step_metrics(
     staleness = np.array([version - h.oldest_version for h in trained] or [0], np.float64)
     reward_s = _reward_seconds(trained)
     other = max(0.0, clock.step - clock.generate - reward_s - clock.learn)
+    zero_variance = sum(zero_variance_headers(group) for group in result.headers.values())
     metrics: dict[str, float] = {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
         "reward/std": float(rewards.std()) if len(rewards) else float("nan"),
         "reward/error_share": result.errors / max(1, result.scored),
+        "reward/zero_variance_share": zero_variance / max(1, len(result.headers)),
         "accuracy/train": accuracy(trained, correct_at),
+        "rollout/samples": result.scored,
+        "rollout/tokens": result.launched_tokens,
         "rollout/tokens_per_s": result.launched_tokens / max(1e-9, clock.generate),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_p50": float(np.quantile(lengths, 0.5)),
         "rollout/length_p90": float(np.quantile(lengths, 0.9)),
         "rollout/length_max": float(lengths.max()),
-        "rollout/truncated_share": sum(h.finish_reason == "length" for h in trained) / max(1, len(trained)),
+        "rollout/truncated_share": _share(trained, "length"),
+        "rollout/error_share": _share(trained, "error"),
         "rollout/busy_share": clock.generate / max(1e-9, clock.step),
         "goodput/tokens_per_s": tokens / max(1e-9, clock.step),
+        "goodput/samples_per_s": len(trained) / max(1e-9, clock.step),
+        "waste/tokens": result.launched_tokens - tokens,
         "waste/share": 1.0 - tokens / max(1, result.launched_tokens),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": float(staleness.max()),
@@ -83,16 +91,22 @@ def step_metrics(
         "time/pause_s": clock.pause,
         "time/other_s": other,
         "time/overhead_share": other / max(1e-9, clock.step),
-        "groups/trained": len(result.keys),
         "ledger/launched": counts.launched,
-        "ledger/in_flight": counts.queued + counts.leased + counts.ready,
+        "ledger/queued": counts.queued,
+        "ledger/leased": counts.leased,
+        "ledger/ready": counts.ready,
         "ledger/trained": counts.trained,
-        "ledger/ended": sum(counts.ended.values()),
+        "progress/version": learner_version,
     }
+    metrics |= {f"ledger/ended/{reason}": float(count) for reason, count in counts.ended.items()}
+    for name, values in _parts(trained).items():
+        metrics[f"reward/part/{name}"] = float(np.mean(values))
     passes = sum(h.forward_passes for h in trained)
     if passes:
-        metrics["rollout/acceptance_length"] = tokens / passes
-    metrics |= {f"groups/{reason}": float(count) for reason, count in result.filtered.items()}
+        metrics["rollout/tokens_per_pass"] = tokens / passes
+    drafted = sum(h.drafted for h in trained)
+    if drafted:
+        metrics["rollout/acceptance"] = sum(h.accepted for h in trained) / drafted
     metrics |= {f"learner/{name}": float(value) for name, value in learner.items()}
     return metrics
 
@@ -107,6 +121,25 @@ def is_correct(header: SampleHeader, correct_at: float) -> bool:
     """Return True when the first reward function gave at least ``correct_at`` (within 1e-9)."""
     first = next(iter(header.reward_parts.values()), None)
     return first is not None and first >= correct_at - 1e-9
+
+
+def zero_variance_headers(headers: Sequence[SampleHeader]) -> bool:
+    """Return True when a group teaches nothing."""
+    return zero_variance([header.reward for header in headers])
+
+
+def _share(headers: Sequence[SampleHeader], reason: str) -> float:
+    return sum(h.finish_reason == reason for h in headers) / max(1, len(headers))
+
+
+def _parts(headers: Sequence[SampleHeader]) -> dict[str, list[float]]:
+    """Values of each reward function, abstentions and failures left out."""
+    parts: dict[str, list[float]] = {}
+    for header in headers:
+        for name, value in header.reward_parts.items():
+            if value is not None:
+                parts.setdefault(name, []).append(value)
+    return parts
 
 
 def _reward_seconds(headers: Sequence[SampleHeader]) -> float:

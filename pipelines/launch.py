@@ -1,0 +1,230 @@
+"""Starts a run from a driver: checks, Ray, conductor, live view, and what a signal does.
+
+The driver only watches. It may be a terminal, a submitted job or a notebook; the run's state lies with the conductor
+and in the run directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+from storage.models import resolve_model
+
+from pipelines import conductor as conductor_module
+from pipelines.conductor import Conductor, Outcome
+from pipelines.config import Config
+from pipelines.config_loader import write_config
+from pipelines.preflight import check_run
+from pipelines.progress import LiveView, print_summary
+from pipelines.run_data import RunData, load_run_data
+from pipelines.session import MODEL_COMPONENT
+from pipelines.status import RunStatus
+from storage.checkpoints import Checkpoint, CheckpointStore
+from storage.errors import UserError
+from storage.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_STATUS_DEADLINE_S = 10.0
+
+
+def train(config: Config, *, name: str, resume: Path | None = None, console: Console | None = None) -> int:
+    """Train to the end, to a signal, or to a failure; returns the exit status.
+
+    Args:
+        config: The resolved configuration.
+        name: Name of a new run, where ``config.run.name`` is empty.
+        resume: Run directory to go on with.
+        console: Where people look; standard output by default.
+
+    Returns:
+        0 when the run finished, or stopped on request with everything saved; 2 when the user can mend what failed; 1
+        otherwise.
+
+    Raises:
+        UserError: Bad input, before anything starts.
+    """
+    console = console or Console()
+    check_run(config)
+    checkpoint: Checkpoint | None = None
+    if resume is not None:
+        directory = RunDirectory.open(resume, Path(config.run.directory))
+        checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last).latest()
+        if checkpoint is None:
+            raise UserError(f"{directory.path} has no complete checkpoint to resume from; start a new run")
+        checkpoint.verify()
+        model_path = checkpoint.component(MODEL_COMPONENT)
+    else:
+        model_path = resolve_model(config.model, progress=console.print)
+    data = load_run_data(config, model_path)
+    if resume is None:
+        directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name(name))
+    with directory.lock():
+        write_config(config, directory.config)
+        with local_or_joined_ray(config, console) as dashboard:
+            outcome = _drive(config, data, directory, checkpoint, console, dashboard, train=True)
+        return _report(outcome, directory, console)
+
+
+def evaluate(target: str, config: Config, *, console: Console | None = None) -> int:
+    """Evaluate a run's newest checkpoint, a checkpoint, a Hugging Face directory or a model name.
+
+    Returns:
+        The exit status; the figures are printed and written to ``metrics.jsonl`` of a run directory of its own.
+    """
+    console = console or Console()
+    model_path = find_model(target, config, console)
+    data = load_run_data(config, model_path, train=False)
+    directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name("eval"))
+    with directory.lock():
+        write_config(config, directory.config)
+        with local_or_joined_ray(config, console) as dashboard:
+            outcome = _drive(config, data, directory, None, console, dashboard, train=False)
+        return _report(outcome, directory, console)
+
+
+def find_model(target: str, config: Config, console: Console) -> Path:
+    """Return the Hugging Face directory that ``target`` means."""
+    path = Path(target)
+    if (path / "config.yaml").is_file():
+        newest = CheckpointStore(RunDirectory.open(path).checkpoints, config.checkpoint.keep_last).latest()
+        if newest is None:
+            raise UserError(f"{path} is a run without a complete checkpoint: there is no model to evaluate yet")
+        return newest.component(MODEL_COMPONENT)
+    if (path / MODEL_COMPONENT / "config.json").is_file():
+        return path / MODEL_COMPONENT
+    return resolve_model(config.model.model_copy(update={"path": target}), progress=console.print)
+
+
+@contextmanager
+def local_or_joined_ray(config: Config, console: Console) -> Iterator[str]:
+    """Join the cluster that is asked for, or start a local Ray; yields the dashboard's URL, leaves what it joined."""
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": True,
+    }
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address:
+        context = ray.init(address=address, **common)
+        console.print(f"joined the Ray cluster at {address}", highlight=False)
+    else:
+        context = ray.init(
+            address="local",
+            include_dashboard=config.cluster.dashboard,
+            dashboard_host="127.0.0.1",
+            object_store_memory=config.cluster.object_store_mb * 1024 * 1024,
+            **common,
+        )
+    url = getattr(context, "dashboard_url", "") or ""
+    try:
+        yield f"http://{url}" if url else ""
+    finally:
+        ray.shutdown()
+
+
+def _drive(
+    config: Config,
+    data: RunData,
+    directory: RunDirectory,
+    checkpoint: Checkpoint | None,
+    console: Console,
+    dashboard: str,
+    *,
+    train: bool,
+) -> Outcome:
+    """Start the conductor, show what it does, pass signals on, and return how it ended."""
+    namespace = f"slipstream-{directory.path.name}"
+    remote = ray.remote(concurrency_groups=conductor_module.CONCURRENCY_GROUPS)(Conductor)
+    actor = remote.options(name="conductor", namespace=namespace, num_cpus=0, max_restarts=0).remote(
+        config, str(directory.path), namespace, dashboard
+    )
+    pending = actor.run.remote(data, checkpoint, train=train)
+    signals = _Signals(lambda: actor.stop.remote())
+    latest = RunStatus(name=directory.path.name, directory=str(directory.path), started=time.time())
+
+    def status() -> RunStatus:
+        nonlocal latest
+        try:
+            latest = ray.get(actor.status.remote(), timeout=_STATUS_DEADLINE_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            latest = replace(latest, updated=time.time())
+        return latest
+
+    with signals, LiveView(status, console=console) as view:
+        while True:
+            done, _ = ray.wait([pending], timeout=_POLL_S)
+            view.update()
+            if done:
+                break
+    try:
+        outcome: Outcome = ray.get(pending)
+    except ray.exceptions.RayError as error:
+        outcome = Outcome(
+            state="failed",
+            fault="internal",
+            message=f"the conductor died: {str(error).splitlines()[0]}",
+            evaluations={},
+            checkpoint=_newest(directory, config),
+            seconds=time.time() - latest.started,
+        )
+        RunStatus.save(replace(latest, state="failed", message=outcome.message, updated=time.time()), directory.status)
+    return outcome
+
+
+def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:
+    if outcome.state == "failed":
+        hint = f"; resume with: slipstream train --resume {directory.path}" if outcome.checkpoint else ""
+        sys.stderr.write(f"error: {outcome.message}{hint}\n")
+        if outcome.fault == "internal":
+            sys.stderr.write(f"details: {directory.events}\n")
+        return 2 if outcome.fault == "user" else 1
+    print_summary(outcome, directory.path, console)
+    return 0
+
+
+def _newest(directory: RunDirectory, config: Config) -> str:
+    latest = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last).latest()
+    return str(latest.path) if latest else ""
+
+
+def _fresh_name(stem: str) -> str:
+    return f"{stem.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+class _Signals:
+    """First Ctrl-C or SIGTERM: save and end. Second: end now, with the state of the last checkpoint."""
+
+    def __init__(self, request_stop: Callable[[], Any]) -> None:
+        self._request_stop = request_stop
+        self._asked = False
+        self._previous: Mapping[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        name = signal.Signals(number).name
+        sys.stderr.write(f"\n{name}: saving and stopping; once more to stop without saving\n")
+        self._request_stop()
