@@ -65,6 +65,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._stopped = False
+        self._ended = threading.Event()
         self._steps = self._emitted = self._tokens = self._drafted = self._accepted = 0
         self._busy_s = self._swap_s = 0.0
         self._last_progress = time.time()
@@ -125,7 +126,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Stop the thread; requests still inside get no completion."""
-        if self._thread.is_alive():
+        if not self._ended.is_set():
             self._call(self._stop).result()
             self._thread.join()
 
@@ -135,7 +136,7 @@ class EngineLoop:
     def _call(self, command: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         self._commands.put((command, future))
-        if not self._thread.is_alive():  # the loop died: nobody else would ever answer
+        if self._ended.is_set():  # nobody else would ever answer
             self._drain_commands()
         return future
 
@@ -161,6 +162,7 @@ class EngineLoop:
                 sink(error)
             self._sinks.clear()
         finally:
+            self._ended.set()
             self._drain_commands()
 
     def _execute_commands(self, *, wait: bool) -> None:
