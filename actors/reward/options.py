@@ -26,12 +26,18 @@ class RewardOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     functions: tuple[RewardFunctionOptions, ...] = Field(
-        (RewardFunctionOptions(function="exact"),), min_length=1, description="Reward functions; their weighted sum counts."
+        (RewardFunctionOptions(function="exact"),),
+        min_length=1,
+        description="Reward functions; their weighted sum counts.",
     )
     workers: int = Field(1, ge=1, le=1024, description="Reward actors. Unit: processes.")
     processes: int = Field(1, ge=1, le=256, description="Killable scoring processes per reward actor. Unit: processes.")
-    timeout_s: float = Field(10.0, gt=0, le=3600, description="Deadline per sample; past it the process is killed. Unit: seconds.")
+    timeout_s: float = Field(
+        10.0, gt=0, le=3600, description="Deadline per sample; past it the process is killed. Unit: seconds."
+    )
     error_alarm: float = Field(
         0.01, gt=0, le=1, description="Share of failed or timed-out scores in a step that raises an alarm."
     )
-    num_cpus: float = Field(0.0, ge=0, description="Ray CPUs reserved per reward actor; 0 for the embedded default. Unit: CPUs.")
+    num_cpus: float = Field(
+        0.0, ge=0, description="Ray CPUs reserved per reward actor; 0 for the embedded default. Unit: CPUs."
+    )
