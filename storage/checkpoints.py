@@ -107,25 +107,24 @@ class CheckpointStore:
     """The checkpoints of one run. One process writes; others may read at the same time."""
 
     def __init__(self, directory: Path, keep_last: int = 2) -> None:
-        """Open or create the store and clear away what a killed writer left.
+        """Open the store and clear away what a killed writer left; the folder need not exist yet.
 
         Args:
             directory: ``RUN/checkpoints``.
             keep_last: Complete checkpoints kept, at least 1.
 
         Raises:
-            CheckpointError: The folder cannot be created or listed.
+            CheckpointError: The folder cannot be listed.
         """
         if keep_last < 1:
             raise ValueError("keep_last must be at least 1")
         self.directory = directory
         self.keep_last = keep_last
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             self._folders()
         except OSError as error:
-            raise CheckpointError(describe_failure("cannot open checkpoints in", directory, error)) from error
-        # Held by a living writer, or not ours to write: then there is nothing to clear away.
+            raise CheckpointError(describe_failure("cannot list checkpoints in", directory, error)) from error
+        # Held by a living writer, not there yet, or not ours to write: then there is nothing to clear away.
         with suppress(OSError):
             lock = self._lock()
             if lock is not None:
@@ -138,11 +137,12 @@ class CheckpointStore:
         Raises:
             CheckpointError: No space for another checkpoint of the present size, or no permission.
         """
-        newest = self.latest()
         lock = None
         try:
+            self.directory.mkdir(parents=True, exist_ok=True)
             lock = self._lock()
             self._recover()
+            newest = self.latest()
             if newest is not None:
                 require_free_space(self.directory, newest.size(), f"the checkpoint of step {step}")
             return CheckpointWriter(self, step, lock)
@@ -183,6 +183,8 @@ class CheckpointStore:
                 self._discard(path)
 
     def _folders(self) -> list[Path]:
+        if not self.directory.exists():
+            return []
         return sorted((p for p in self.directory.iterdir() if _STEP.match(p.name)), key=_step_of)
 
     def _lock(self) -> int | None:
@@ -223,25 +225,27 @@ class CheckpointWriter:
     """A checkpoint in the making. As a context manager it is abandoned unless it was committed.
 
     Leaving the block by an error of the disk raises ``CheckpointError`` with the path and what to do.
+
+    Attributes:
+        step: Optimiser steps done.
+        path: The temporary folder; each folder in it becomes a component, whoever makes it.
     """
 
     def __init__(self, store: CheckpointStore, step: int, lock: int | None) -> None:
         self.step = step
         self._store = store
         self._final = store.directory / f"step_{step:06d}"
-        self._folder = store.directory / f"{_WRITING}{self._final.name}"
-        self._folder.mkdir()
+        self.path = store.directory / f"{_WRITING}{self._final.name}"
+        self.path.mkdir()
         self._lock = lock
-        self._components: set[str] = set()
         self._open = True
 
     def component(self, name: str) -> Path:
         """Folder to write component ``name`` into; created on first use. Raises ``OSError``."""
         if not _NAME.match(name) or name == MANIFEST:
             raise ValueError(f"not a component name: {name!r}")
-        folder = self._folder / name
+        folder = self.path / name
         folder.mkdir(exist_ok=True)
-        self._components.add(name)
         return folder
 
     def commit(self, meta: Mapping[str, Any]) -> Checkpoint:
@@ -258,11 +262,11 @@ class CheckpointWriter:
         try:
             self._seal(meta)
             self._publish()
-        except OSError as error:
+        except BaseException as error:
+            disk = _disk_error(error, self._store.directory)
             self.abandon()
-            raise _write_error(self._final, self.step, error) from error
-        except BaseException:
-            self.abandon()
+            if disk is not None:
+                raise _write_error(self._final, self.step, disk) from error
             raise
         self._release()
         checkpoint = _load(self._final)
@@ -272,7 +276,7 @@ class CheckpointWriter:
     def abandon(self) -> None:
         """Drop what was written; earlier checkpoints stay."""
         if self._open:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.path, ignore_errors=True)
             self._release()
 
     def __enter__(self) -> CheckpointWriter:
@@ -281,37 +285,35 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        disk = None if isinstance(error, CheckpointError) else _disk_error(error, self._store.directory)
         self.abandon()
-        # Savers of tensors wrap the system's error in types of their own; the text or the full disk gives it away.
-        if isinstance(error, Exception) and not isinstance(error, StorageError):
-            disk = _disk_error(error, self._store.directory)
-            if disk is not None:
-                raise _write_error(self._final, self.step, disk) from error
+        if disk is not None:
+            raise _write_error(self._final, self.step, disk) from error
 
     def _seal(self, meta: Mapping[str, Any]) -> None:
         files = {}
-        for path in sorted(_walk(self._folder)):
+        for path in sorted(_walk(self.path)):
             fsync_file(path)
-            files[path.relative_to(self._folder).as_posix()] = {"size": path.stat().st_size, "xxh3": _hash(path)}
-        for folder, _, _ in os.walk(self._folder):
+            files[path.relative_to(self.path).as_posix()] = {"size": path.stat().st_size, "xxh3": _hash(path)}
+        for folder, _, _ in os.walk(self.path):
             fsync_directory(Path(folder))
         plain_meta = json.loads(json.dumps(dict(meta)))  # as a reader will see it, or the digests would differ
         content = {
             "format_version": FORMAT_VERSION,
             "step": self.step,
-            "components": sorted(self._components),
+            "components": sorted(child.name for child in self.path.iterdir() if child.is_dir()),
             "meta": plain_meta,
             "files": files,
         }
         text = json.dumps({**content, "xxh3": _digest(content)}, indent=2, sort_keys=True)
-        atomic_write(self._folder / MANIFEST, text.encode() + b"\n")
+        atomic_write(self.path / MANIFEST, text.encode() + b"\n")
 
     def _publish(self) -> None:
         replaced = self._final.with_name(f"{_REPLACED}{self._final.name}")
         if self._final.exists():
             self._final.rename(replaced)
         try:
-            self._folder.rename(self._final)
+            self.path.rename(self._final)
         except OSError:
             if replaced.exists():
                 replaced.rename(self._final)
@@ -334,7 +336,7 @@ def _load(path: Path) -> Checkpoint:
         digest = content.pop("xxh3")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: incomplete, {MANIFEST} is missing") from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{manifest} is damaged: {error}") from error
     except OSError as error:
         raise CheckpointError(describe_failure("cannot read", manifest, error)) from error
@@ -362,10 +364,18 @@ def _write_error(path: Path, step: int, error: OSError) -> CheckpointError:
     return CheckpointError(f"{described}. Earlier checkpoints are intact.")
 
 
-def _disk_error(error: Exception, directory: Path) -> OSError | None:
-    """Return the system's error inside ``error``, if the disk caused it."""
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return error
+def _disk_error(error: BaseException | None, directory: Path) -> OSError | None:
+    """Return the system's error behind ``error``, if the disk caused it; call it before anything is cleared away.
+
+    Savers of tensors wrap the system's error in types of their own: then its text, or the full disk, gives it away.
+    """
+    if not isinstance(error, Exception):
+        return None
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+            return cause
+        cause = cause.__cause__
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         if os.strerror(number).lower() in str(error).lower():
             return OSError(number, os.strerror(number))

@@ -170,7 +170,8 @@ class AppendFile:
                 written += os.write(self._descriptor, data[written:])
         except OSError as error:
             # Half a line must not stay: the next append would be glued to it.
-            os.ftruncate(self._descriptor, self.size)
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self.size)
             raise StorageError(describe_failure("cannot append to", self.path, error)) from error
         self.size += len(data)
 

@@ -128,7 +128,6 @@ def read_journal(path: Path, upto: int | None = None) -> Iterator[JournalLine]:
         raise JournalError(f"{path} was compacted up to offset {base}, behind {upto}: resume from a later checkpoint")
     position, number = 0, 0
     with path.open("rb") as source:
-        size = path.stat().st_size
         while upto is None or position + shift < upto:
             line = source.readline()
             if not line:
@@ -138,7 +137,7 @@ def read_journal(path: Path, upto: int | None = None) -> Iterator[JournalLine]:
             try:
                 record = decode_line(line)
             except ValueError as error:
-                if upto is None and position == size:
+                if upto is None and not line.endswith(b"\n"):
                     logger.warning("%s line %d was torn by a crash and is dropped", path, number)
                     return
                 raise JournalError(

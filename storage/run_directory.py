@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from storage.errors import UserError
-from storage.files import StorageError, atomic_write, describe_failure, remove_temporaries, try_lock
+from storage.files import StorageError, describe_failure, remove_temporaries, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -119,20 +117,6 @@ class RunDirectory:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-
-    def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replace ``status.json`` atomically. Raises ``StorageError``."""
-        atomic_write(self.status, json.dumps(status, indent=2).encode() + b"\n")
-
-    def read_status(self) -> dict[str, Any] | None:
-        """Content of ``status.json``; ``None`` before the run wrote one. Raises ``StorageError`` if it is damaged."""
-        try:
-            content: dict[str, Any] = json.loads(self.status.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise StorageError(f"{self.status} is not JSON ({error}): it was changed by something else") from error
-        return content
 
     def _changed(self) -> float:
         times = [0.0]

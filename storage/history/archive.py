@@ -26,14 +26,14 @@ class ArchiveError(StorageError):
 class RolloutArchive:
     """The rollouts of one run, by split and step."""
 
-    def __init__(self, directory: Path, tokenizer_fingerprint: int = 0) -> None:
+    def __init__(self, directory: str | Path, tokenizer_fingerprint: int = 0) -> None:
         """Open the archive in ``directory``, which need not exist before the first :meth:`append`.
 
         Args:
             directory: ``RUN/rollouts``.
             tokenizer_fingerprint: 64-bit identity of the tokenizer, written to each row; readers need not give it.
         """
-        self.directory = directory
+        self.directory = Path(directory)
         self.tokenizer_fingerprint = tokenizer_fingerprint
 
     def append(
