@@ -45,7 +45,7 @@ _GAUGES = {
     "waste_share": "Share of the last step's generated tokens that were not trained on",
     "truncated_share": "Share of the last step's answers that hit the token limit",
     "reward_error_share": "Share of the last step's answers whose scoring failed",
-    "zero_variance_groups": "Groups of the last step that were filtered because their rewards are all equal",
+    "zero_variance_share": "Share of the last step's groups whose rewards are all equal",
 }
 _FROM_METRIC = {
     "reward": "reward/mean",
@@ -57,7 +57,7 @@ _FROM_METRIC = {
     "waste_share": "waste/share",
     "truncated_share": "rollout/truncated_share",
     "reward_error_share": "reward/error_share",
-    "zero_variance_groups": "groups/zero_variance",
+    "zero_variance_share": "reward/zero_variance_share",
 }
 _STEP_PARTS = ("step", "generate", "reward", "learn", "publish")
 
@@ -110,7 +110,7 @@ class RunMetrics:
         """Take in a finished step: its metrics by their names in ``metrics.jsonl`` and its token counts."""
         self._gauges["step"].set(float(step))
         for name, metric in _FROM_METRIC.items():
-            value = metrics.get(metric, 0.0 if metric.startswith("groups/") else math.nan)
+            value = metrics.get(metric, math.nan)
             if math.isfinite(value):
                 self._gauges[name].set(float(value))
         for part in _STEP_PARTS:

@@ -215,6 +215,14 @@ def test_every_evaluation_figure_and_headline_is_documented():
     assert undocumented([*result.metrics("eval/heldout"), *HEADLINES, *CURVES, "step", "time", "wall_s"]) == []
 
 
+def test_every_metric_of_the_learner_is_documented_with_its_unit():
+    statistics = pytest.importorskip("actors.learner.statistics")
+    for name, (_, unit) in statistics.METRICS.items():
+        documented = describe(f"learner/{name}")
+        assert documented is not None, name
+        assert documented.unit == unit, name
+
+
 def test_placeholders_match_names_and_unknown_names_are_reported():
     assert describe("eval/my-set.1/accuracy") is METRICS["eval/<set>/accuracy"]
     assert describe("ledger/ended/zero_variance") is METRICS["ledger/ended/<reason>"]
