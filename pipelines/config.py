@@ -30,7 +30,9 @@ class RunOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="Name of the run; empty: preset and time.")
+    name: str = Field(
+        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$", description="Name of the run; empty: preset and time."
+    )
     directory: str = Field("runs", description="Parent folder of run directories.")
     steps: int = Field(40, ge=0, description="Optimiser steps; 0: as many as run.epochs need. Unit: steps.")
     epochs: int = Field(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -72,10 +73,31 @@ def default_text(doc: FieldDoc) -> str:
 def commented_yaml(config: Config | None = None) -> str:
     """Return a complete YAML file with a comment above every section and field; it loads again as ``config``."""
     config = config or Config()
-    return "\n".join(_yaml_lines(config.model_dump(), "", 0)) + "\n"
+    return "\n".join(_commented_lines(config.model_dump(), "", 0)) + "\n"
 
 
-def _yaml_lines(values: dict[str, object], prefix: str, depth: int) -> Iterator[str]:
+def annotated_yaml(config: Config, origins: Mapping[str, str]) -> str:
+    """Return the whole configuration as YAML, with the origin of every value that is not the schema's default."""
+    return "\n".join(_annotated_lines(config.model_dump(), origins, "", 0)) + "\n"
+
+
+def _annotated_lines(values: dict[str, Any], origins: Mapping[str, str], prefix: str, depth: int) -> Iterator[str]:
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if path not in field_docs():
+            yield f"{'  ' * depth}{name}:"
+            yield from _annotated_lines(value, origins, f"{path}.", depth + 1)
+            continue
+        first, *others = _entry(name, value, depth)
+        yield f"{first:<40}  # {origins[path]}" if path in origins else first
+        yield from others
+
+
+def _entry(name: str, value: Any, depth: int) -> list[str]:
+    return [f"{'  ' * depth}{line}" for line in dump_yaml({name: plain(value)}).rstrip("\n").split("\n")]
+
+
+def _commented_lines(values: dict[str, Any], prefix: str, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for name, value in values.items():
         path = f"{prefix}{name}"
@@ -85,12 +107,11 @@ def _yaml_lines(values: dict[str, object], prefix: str, depth: int) -> Iterator[
                 yield ""
             yield f"{indent}# {section_docs()[path]}"
             yield f"{indent}{name}:"
-            assert isinstance(value, dict)
-            yield from _yaml_lines(value, f"{path}.", depth + 1)
+            yield from _commented_lines(value, f"{path}.", depth + 1)
             continue
         unit = f" Unit: {doc.unit}." if doc.unit else ""
         yield f"{indent}# {doc.description}{unit} ({doc.kind})"
-        yield from (f"{indent}{line}" for line in dump_yaml({name: plain(value)}).rstrip("\n").split("\n"))
+        yield from _entry(name, value, depth)
 
 
 def _section(doc: FieldDoc) -> str:

@@ -179,6 +179,9 @@ def nearest_key(path: str) -> str | None:
         score = _likeness(path, candidate)
         if score > best_score:
             best, best_score = candidate, score
+    parent = path.rpartition(".")[0]
+    if best is None and parent and parent not in section_docs():
+        return nearest_key(parent)  # evaluation.set.hard: the misspelling is one level up
     return best
 
 

@@ -32,6 +32,7 @@ PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "baseline"
 
 _PROFILES = "models"
+_RUN_CONFIG = "config.yaml"
 _RESUMABLE = (
     "run.steps",
     "run.epochs",
@@ -101,15 +102,15 @@ def load_for_resume(directory: Path, overrides: Sequence[str] = ()) -> Resolved:
     Raises:
         UserError: No ``config.yaml`` there, or an override of a field that decides what is learned.
     """
-    path = directory / "config.yaml"
+    path = directory / _RUN_CONFIG
     if not path.is_file():
-        raise UserError(f"{directory} is not a run directory: it has no config.yaml")
+        raise UserError(f"{directory} is not a run directory: it has no {_RUN_CONFIG}")
     source, overrides = split_arguments(overrides)
     if source is not None:
         raise UserError(f"--resume takes its configuration from {path}: drop {source!r}")
     keys = [split_override(override)[0] for override in overrides]
-    known = (*field_docs(), *section_docs())
-    frozen = [key for key in keys if _is_within(key, known) and not _is_within(key, _RESUMABLE)]
+    known = [key for key in keys if key in section_docs() or _is_within(key, tuple(field_docs()))]
+    frozen = [key for key in known if not _is_within(key, _RESUMABLE)]
     if frozen:
         raise UserError(
             f"{', '.join(frozen)}: cannot change when a run is resumed, because its checkpoint and its history belong "
@@ -117,6 +118,20 @@ def load_for_resume(directory: Path, overrides: Sequence[str] = ()) -> Resolved:
             f"What may change: {', '.join(_RESUMABLE)}"
         )
     return _resolve(_file_layers(path, ()), overrides, name=directory.name, with_profile=False)
+
+
+def load_for_evaluation(target: str, arguments: Sequence[str] = ()) -> Resolved:
+    """Load the configuration that ``target`` is evaluated with.
+
+    A run directory, or a checkpoint inside of one, brings its own; anything else is a model (name or directory) that is
+    evaluated with the preset or file in ``arguments``.
+    """
+    path = Path(target)
+    run = next((folder for folder in (path, *path.resolve().parents[:4]) if (folder / _RUN_CONFIG).is_file()), None)
+    source, overrides = split_arguments(arguments)
+    if run is None or source is not None:
+        return load([*([source] if source else []), f"model.path={target}", *overrides])
+    return _resolve(_file_layers(run / _RUN_CONFIG, ()), overrides, name=run.name, with_profile=False)
 
 
 def _is_within(key: str, names: Sequence[str]) -> bool:
@@ -255,7 +270,8 @@ def _validate(merged: MergedValues) -> Config:
         details = error.errors(include_url=False)
         for detail in details:
             # A list whose items are wrong is also called too short; only the items are worth a line.
-            if not any(other["loc"][: len(detail["loc"])] == detail["loc"] for other in details if other is not detail):
+            depth = len(detail["loc"])
+            if not any(len(other["loc"]) > depth and other["loc"][:depth] == detail["loc"] for other in details):
                 problems.extend(_explain(detail, merged))
     if config is None or problems:
         if len(problems) == 1:

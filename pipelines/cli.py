@@ -1,0 +1,251 @@
+"""The command line. Everything heavy is imported by the command that needs it, so that help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from storage.errors import UserError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="slipstream",
+    help="""Post-train language models with reinforcement learning on Ray, with fast rollouts.
+
+Start with [bold]slipstream train[/bold]: it trains a built-in model on a built-in task in a few minutes, without a GPU.
+`slipstream COMMAND --help` explains each command with examples.""",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_RUN_HELP = "Run directory, or its name in runs/; default: the run that changed last."
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PRESET|FILE FIELD=VALUE",
+        help="A preset or a YAML file first (default: baseline), then overrides section.field=value.",
+    ),
+]
+Run = Annotated[str | None, typer.Argument(help=_RUN_HELP)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 0, 1 (failure), 2 (user error) or 130 (interrupted)."""
+    status = _run(arguments)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has gone; without this the interpreter complains about it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        app(args=arguments, prog_name="slipstream")
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+@app.command()
+def train(
+    settings: Settings = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run: directory, or name in runs/.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print what would run; starts nothing.")
+    ] = False,
+) -> None:
+    """Train a model.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream train[/cyan]
+    The built-in model learns running sums on this machine.
+
+    [cyan]slipstream train model=smollm2 data.train=prompts.jsonl reward.functions='[{function: numeric}]'[/cyan]
+    A model, a prompt file and a way to score answers.
+
+    [cyan]slipstream train run.yaml rollout.samples_per_prompt=16 --dry-run[/cyan]
+    Check a YAML file of your own with one field changed.
+
+    [cyan]slipstream train --resume runs/baseline-20250101-120000 run.steps=80[/cyan]
+    Go on from the last checkpoint, for longer.
+    """
+    from pipelines import config_loader
+
+    if resume is None:
+        resolved = config_loader.load(settings or ())
+        directory = None
+    else:
+        directory = _find_run(resume)
+        resolved = config_loader.load_for_resume(directory, settings or ())
+    if dry_run:
+        from pipelines.dry_run import print_dry_run
+
+        print_dry_run(resolved, resume=directory)
+        return
+    from pipelines import launch
+
+    for warning in resolved.config.warnings():
+        typer.echo(f"warning: {warning}", err=True)
+    raise typer.Exit(launch.train(resolved.config, name=resolved.name, resume=directory))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="Run, checkpoint or Hugging Face directory, or name of a model.")],
+    settings: Settings = None,
+) -> None:
+    """Measure a model on the held-out sets: greedy accuracy and, with samples, mean@k and pass@k.
+
+    A run or a checkpoint is evaluated with the settings of its run, anything else with those of the preset.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream eval runs/baseline-20250101-120000[/cyan]
+    The last checkpoint of a run, on the sets that it was trained with.
+
+    [cyan]slipstream eval smollm2 evaluation.sets.hard=hard.jsonl evaluation.samples=8[/cyan]
+    A model on one more set, with mean@8 and pass@8.
+    """
+    from pipelines import config_loader, launch
+
+    resolved = config_loader.load_for_evaluation(target, settings or ())
+    raise typer.Exit(launch.evaluate(target, resolved.config))
+
+
+@app.command()
+def status(run: Run = None) -> None:
+    """Show how a run is doing: step, reward, speed, time left and what it waits for.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream status[/cyan]
+    The run that changed last.
+
+    [cyan]slipstream status runs/baseline-20250101-120000[/cyan]
+    A certain run, while it trains or afterwards.
+    """
+    from pipelines import show as show_module
+
+    show_module.status(_find_run(run))
+
+
+@app.command()
+def show(
+    run: Run = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Training step; default: the last kept.")] = None,
+    prompt: Annotated[int | None, typer.Option("--prompt", min=0, help="Only this row of the data.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most prompts to print.")] = 3,
+) -> None:
+    """Print prompts, answers, rewards and advantages of a training step.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream show[/cyan]
+    A few prompts of the latest step of the latest run.
+
+    [cyan]slipstream show runs/baseline-20250101-120000 --step 12 --prompt 7[/cyan]
+    All answers to prompt 7 in step 12.
+    """
+    from pipelines import show as show_module
+
+    show_module.show(_find_run(run), step=step, prompt=prompt, limit=limit)
+
+
+@app.command("config")
+def list_config(
+    wanted: Annotated[
+        str, typer.Argument(metavar="FILTER", help="Part of a field's name, or a word of its meaning.")
+    ] = "",
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print a complete, commented file with the defaults.")
+    ] = False,
+) -> None:
+    """List the fields of the configuration with default, range, unit and meaning.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream config[/cyan]
+    Everything, by section.
+
+    [cyan]slipstream config rollout[/cyan]
+    One section, or all fields with a word in their name.
+
+    [cyan]slipstream config --yaml > run.yaml[/cyan]
+    A file to edit, for `slipstream train run.yaml`.
+    """
+    from rich.console import Console
+
+    from pipelines import config_docs
+
+    if as_yaml:
+        if wanted:
+            raise UserError("--yaml prints the whole configuration: drop the filter")
+        typer.echo(config_docs.commented_yaml(), nl=False)
+        return
+    config_docs.print_fields(config_docs.find_fields(wanted), Console())
+
+
+@app.command()
+def bench(
+    name: Annotated[str | None, typer.Argument(help="Which benchmark; without it, all are listed.")] = None,
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="Options of the benchmark.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the figures.")] = None,
+) -> None:
+    """Measure something side by side in one run and print a table.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream bench[/cyan]
+    What can be measured, a line each.
+
+    [cyan]slipstream bench engine --json engine.json[/cyan]
+    Tokens per second of the rollout engine over transformers.generate.
+    """
+    from pipelines.bench import harness
+
+    harness.run_bench(name, json_path, options or ())
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Slipstream and of what its results depend on."""
+    import platform
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    for package in ("slipstream", "ray", "torch", "transformers", "numpy", "pyarrow"):
+        try:
+            typer.echo(f"{package} {version_of(package)}")
+        except PackageNotFoundError:
+            typer.echo(f"{package} (not installed)")
+    typer.echo(f"python {platform.python_version()} on {platform.platform()}")
+
+
+def _find_run(text: str | None) -> Path:
+    from pipelines.config import RunOptions
+    from storage.run_directory import RunDirectory
+
+    parent = Path(RunOptions().directory)
+    return (RunDirectory.latest(parent) if text is None else RunDirectory.open(Path(text), parent)).path
