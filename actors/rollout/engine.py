@@ -81,6 +81,7 @@ class StepStats:
         waiting: Requests that wait for a slot.
         seconds: Wall-clock duration, pacing excluded.
         paced_seconds: Duration including the pacing sleep; equals ``seconds`` without pacing.
+        passes: Forward passes of the step; more than one while rows drain under older weights.
     """
 
     rows: int
@@ -92,6 +93,7 @@ class StepStats:
     waiting: int
     seconds: float
     paced_seconds: float
+    passes: int = 1
 
 
 class StepObserver(Protocol):

@@ -1,0 +1,192 @@
+"""Draws tokens with Gumbel-max noise from a counter-based generator.
+
+The noise of a token is a pure function of (run seed, request, position in the answer, token id): the same request
+draws the same tokens whatever else is in the batch, and a draft is verified by drawing and comparing (DESIGN 8b).
+
+The largest ``logit + Gumbel`` is the smallest ``E / p`` with ``E`` a standard exponential (the exponential race), which
+needs one logarithm and no second one. ``E = -log(1 - v)`` with ``v = (k + 1/2) / 2**31`` and ``k`` a 31-bit hash: small
+values of ``E``, the ones that win, keep their full resolution in float32, and the grid moves no probability by more
+than about ``2**-31``. All hashing is done in wrapping int32 arithmetic, which gives the same bits on CPU and GPU. The
+bit mixer is ``lowbias32`` (C. Wellons, "Prospecting for hash functions", 2018); keys come from SplitMix64 (Steele,
+Lea and Flood, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+UInt64Array = npt.NDArray[np.uint64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_A, _MIX_B = 0x7FEB352D, 0x846CA68B - (1 << 32)
+# Elements per piece on a CPU: a few hundred kB, so that the dozen passes over a piece stay in the cache.
+_CHUNK = 1 << 16
+# Candidates looked at first for a nucleus; widened until the nucleus is inside.
+_NUCLEUS = 64
+
+
+def splitmix64(state: UInt64Array) -> UInt64Array:
+    """Return the SplitMix64 output function of uint64 counters (elementwise; wraps)."""
+    z = state + np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def request_key(run_seed: int, request_id: int) -> int:
+    """Return the 64-bit noise key of a request."""
+    seed = splitmix64(np.array([run_seed & (2**64 - 1)], np.uint64))
+    return int(splitmix64(seed ^ np.array([request_id & (2**64 - 1)], np.uint64))[0])
+
+
+def position_keys(request_keys: UInt64Array, positions: npt.NDArray[np.int64]) -> UInt64Array:
+    """Return the noise key uint64[n] of each (request, position in the answer)."""
+    return splitmix64(request_keys + positions.astype(np.uint64) * np.uint64(_GOLDEN))
+
+
+class Sampler:
+    """Draws one token from each row of logits.
+
+    ``vocabulary`` is the number of logits a row; ``device`` is where the logits are.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device | str = "cpu") -> None:
+        self.vocabulary = vocabulary
+        # lowbias32 is a bijection: no two tokens share a hash, hence none share their noise for ever.
+        x = np.arange(vocabulary, dtype=np.uint32)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(_MIX_A)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(_MIX_B & 0xFFFFFFFF)
+        x ^= x >> np.uint32(16)
+        self._tokens = torch.from_numpy(x.view(np.int32)).to(device)
+
+    def exponentials(self, keys: UInt64Array) -> torch.Tensor:
+        """Return the *negated* noise, float32[n, vocabulary]: minus a standard exponential for each token."""
+        halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2)).to(self._tokens.device)
+        low, high = halves[:, :1], halves[:, 1:]
+        x = self._tokens ^ low
+        x ^= (x >> 16).bitwise_and_(0xFFFF)
+        x *= _MIX_A
+        # The second half of the key enters between two rounds, so that 64 bits tell positions apart.
+        x ^= high
+        x ^= (x >> 15).bitwise_and_(0x1FFFF)
+        x *= _MIX_B
+        x ^= (x >> 16).bitwise_and_(0xFFFF)
+        x &= 0x7FFFFFFF
+        return x.float().add_(0.5).mul_(-(2.0**-31)).log1p_()
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        keys: UInt64Array,
+        temperature: npt.NDArray[np.float32],
+        top_p: npt.NDArray[np.float32],
+        top_k: npt.NDArray[np.int64],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a token from each row.
+
+        Args:
+            logits: float[n, vocabulary].
+            keys: uint64[n], see :func:`position_keys`.
+            temperature: float32[n]; 0 is greedy.
+            top_p: float32[n] in (0, 1].
+            top_k: int64[n]; 0 keeps all.
+
+        Returns:
+            Tokens int64[n], and float32[n] log-probabilities of the processed distribution (temperature, then top-k,
+            then top-p over what top-k left, renormalised); 0 for greedy rows. A row with a logit of NaN or +inf has a
+            non-finite log-probability.
+        """
+        rows = len(keys)
+        if not temperature.any():
+            return _greedy(logits)
+        step = max(1, _CHUNK // self.vocabulary) if logits.device.type == "cpu" else rows
+        if rows <= step:
+            return self._draw(logits, keys, temperature, top_p, top_k)
+        parts = []
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            parts.append(self._draw(logits[part], keys[part], temperature[part], top_p[part], top_k[part]))
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        keys: UInt64Array,
+        temperature: npt.NDArray[np.float32],
+        top_p: npt.NDArray[np.float32],
+        top_k: npt.NDArray[np.int64],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities = processed_probabilities(logits, temperature, top_p, top_k)
+        scores = self.exponentials(keys)
+        # Both are reciprocal races: the largest p / E is the smallest p / -E.
+        torch.div(probabilities, scores, out=scores)
+        tokens = scores.argmin(dim=-1)
+        logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log_()
+        greedy = temperature == 0
+        if greedy.any():
+            mask = torch.from_numpy(greedy).to(logits.device)
+            best, zero = _greedy(logits)
+            tokens, logprobs = torch.where(mask, best, tokens), torch.where(mask, zero, logprobs)
+        return tokens, logprobs
+
+
+def processed_probabilities(
+    logits: torch.Tensor,
+    temperature: npt.NDArray[np.float32],
+    top_p: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+) -> torch.Tensor:
+    """Return the distribution that is sampled, float32[n, vocabulary]; arguments as in :meth:`Sampler.sample`.
+
+    Ties with the last kept value are kept too, by top-k and by top-p, so that the result does not depend on the order
+    of a sort. Greedy rows (temperature 0) come out as with temperature 1.
+    """
+    logits = logits.float()
+    if (temperature != 1).any():
+        divisor = np.where(temperature > 0, temperature, np.float32(1))
+        logits = logits / torch.from_numpy(divisor).to(logits.device)[:, None]
+    if top_k.any():
+        logits = _keep_top_k(logits, top_k)
+    probabilities = torch.softmax(logits, dim=-1)
+    if (top_p < 1).any():
+        probabilities = _keep_top_p(probabilities, top_p)
+    return probabilities
+
+
+def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    best, tokens = logits.float().max(dim=-1)
+    # x - x is 0 for a finite x and NaN otherwise.
+    return tokens, best - best
+
+
+def _keep_top_k(logits: torch.Tensor, top_k: npt.NDArray[np.int64]) -> torch.Tensor:
+    vocabulary = logits.shape[1]
+    limited = np.where((top_k > 0) & (top_k < vocabulary), top_k, 0)
+    widest = int(limited.max())
+    if widest == 0:
+        return logits
+    values = logits.topk(widest, dim=-1).values
+    index = torch.from_numpy(np.maximum(limited - 1, 0)).to(logits.device)
+    floor = values.gather(1, index[:, None])
+    floor.masked_fill_(torch.from_numpy(limited == 0).to(logits.device)[:, None], float("-inf"))
+    return logits.masked_fill(logits < floor, float("-inf"))
+
+
+def _keep_top_p(probabilities: torch.Tensor, top_p: npt.NDArray[np.float32]) -> torch.Tensor:
+    mass = torch.from_numpy(top_p).to(probabilities.device)[:, None].double()
+    limited = mass < 1
+    width = min(_NUCLEUS, probabilities.shape[1])
+    while True:
+        values = probabilities.topk(width, dim=-1).values
+        total = values.cumsum(dim=-1, dtype=torch.float64)
+        if width == probabilities.shape[1] or bool(((total[:, -1:] >= mass) | ~limited).all()):
+            break
+        width = min(width * 8, probabilities.shape[1])
+    # The nucleus is the shortest run of most likely tokens whose mass reaches top_p.
+    inside = (total - values) < mass
+    last = inside.sum(dim=-1, keepdim=True).clamp_(min=1) - 1
+    floor = values.gather(1, last).masked_fill_(~limited, 0.0)
+    kept = probabilities.masked_fill(probabilities < floor, 0.0)
+    return torch.where(limited, kept / kept.sum(dim=-1, keepdim=True), probabilities)

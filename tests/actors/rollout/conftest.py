@@ -1,0 +1,135 @@
+"""Small random models on disk, and helpers that drive an engine to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from actors.rollout.engine import Completion, Request
+from actors.rollout.torch_engine import TorchEngine
+from storage.records import SamplingParams
+
+VOCABULARY = 61
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16),
+    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=7),
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES,
+        head_dim=16,
+        sliding_window=6,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.3,
+    ),
+}
+
+
+def save_model(kind: str, path: Path, seed: int = 0, *, scale: float = 6.0) -> Path:
+    """Write a random model whose logits depend strongly on the context (large weights)."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2 and kind != "gpt2":
+                parameter.mul_(scale)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Path of a random model of some kind and seed, written once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def get(kind: str = "llama", seed: int = 0) -> Path:
+        path = root / f"{kind}-{seed}"
+        return path if path.exists() else save_model(kind, path, seed)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def random_llama(model_path: Callable[..., Path]) -> Path:
+    return model_path("llama")
+
+
+@pytest.fixture
+def engine_of(random_llama: Path) -> Callable[..., TorchEngine]:
+    """Build an engine on the random Llama (or on ``path``)."""
+
+    def build(path: Path = random_llama, **options: Any) -> TorchEngine:
+        settings: dict[str, Any] = {"max_rows": 4, "max_length": 64, "dtype": "float32", "device": "cpu", "run_seed": 3}
+        return TorchEngine(path, **(settings | options))
+
+    return build
+
+
+def request(
+    request_id: int, prompt: Any = (5, 6, 7, 8), *, max_tokens: int = 12, temperature: float = 1.0, **more: Any
+) -> Request:
+    """Make a request; keywords of ``Request`` go there, the others to ``SamplingParams``."""
+    own = {k: more.pop(k) for k in ("prefix", "group", "priority") if k in more}
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, **more)
+    return Request(request_id=request_id, prompt_ids=np.asarray(prompt, np.int32), sampling=sampling, **own)
+
+
+def finish(engine: TorchEngine, requests: Any = (), *, limit: int = 500) -> dict[int, Completion]:
+    """Submit, step until idle, and return the completions by id; each id must leave exactly once."""
+    engine.submit(list(requests))
+    done: dict[int, Completion] = {}
+    for _ in range(limit):
+        for completion in engine.step():
+            assert completion.request_id not in done
+            done[completion.request_id] = completion
+        if not engine.running and not engine.waiting:
+            return done
+    raise AssertionError(f"engine still busy after {limit} steps")
+
+
+def tokens_of(completion: Completion) -> list[int]:
+    return [int(t) for s in completion.segments for t in s.token_ids]
+
+
+def logprobs_of(completion: Completion) -> list[float]:
+    return [float(p) for s in completion.segments for p in s.logprobs]
