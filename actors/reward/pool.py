@@ -232,7 +232,15 @@ class ScoringPool:
         elif watched and not child.process.writing:
             self._selector.unregister(child.process.requests)
 
+    def _replace_dead(self) -> None:
+        """Notice idle children that are gone before a sample is given to them, and charged for it."""
+        for child in list(self._children):
+            if child.ready and not child.in_flight and not child.process.alive:
+                self._on_death(child)
+
     def _dispatch(self) -> None:
+        if self._queue:
+            self._replace_dead()
         window = _WINDOW if self._mean_seconds is not None and self._mean_seconds < _QUICK_S else 1
         frames: dict[_Child, list[bytes]] = {}
         with self._changed:

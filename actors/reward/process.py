@@ -90,10 +90,14 @@ class ChildProcess:
 
     def flush(self) -> None:
         """Write queued bytes; a process that is gone is noticed by :meth:`receive`."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        try:
             while self._unsent:
                 written = os.write(self.requests.fileno(), self._unsent[:_CHUNK])
                 del self._unsent[:written]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._unsent.clear()
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the replies that have arrived, and whether the channel has ended; raises ``WireError``."""
