@@ -126,9 +126,11 @@ def evaluate(
     [cyan]slipstream eval smollm2 evaluation.sets.hard=hard.jsonl evaluation.samples=8[/cyan]
     A model on one more set, with mean@8 and pass@8.
     """
-    from pipelines import config_loader, launch
+    from pipelines import config_loader
 
     resolved = config_loader.load_for_evaluation(target, settings or ())
+    from pipelines import launch
+
     raise typer.Exit(launch.evaluate(target, resolved.config))
 
 
