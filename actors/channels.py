@@ -12,7 +12,7 @@ from queue import Empty as LocalEmpty
 from queue import Queue as LocalQueue
 from typing import Any
 
-_GET_DEADLINE_S = 2.0
+GET_DEADLINE_S = 2.0
 
 
 class QueueReader:
@@ -50,7 +50,7 @@ class QueueReader:
         try:
             while not self._closed.is_set():
                 try:
-                    item = self._queue.get(timeout=_GET_DEADLINE_S)
+                    item = self._queue.get(timeout=GET_DEADLINE_S)
                 except Empty:
                     continue
                 self._local.put(item)

@@ -65,6 +65,7 @@ class Conductor:
         self._session: Session | None = None
         self._board = StatusBoard(self._directory.path.name, directory, steps=0, dashboard_url=dashboard_url)
         self._started = time.time()
+        _log_to(self._directory.events)
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
@@ -148,3 +149,12 @@ class Conductor:
             self._board.snapshot().save(self._directory.status)
         except OSError as error:
             log.warning("cannot write %s: %s", self._directory.status, error)
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's log to the run directory, where it survives Ray's session folder."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import ray
 
 from actors.bundles import BundleHeader, GroupEnvelope, RewardEnvelope
+from actors.channels import GET_DEADLINE_S
 from pipelines.roles import Role, Roles
 from storage.records import Assignment, GroupKey, SampleHeader
 
@@ -171,7 +172,7 @@ class SampleFlow:
             await self._roles.reward_queue.put_async(RewardEnvelope(header=header, refs=[ref]))
 
     async def _read_reward(self, index: int) -> None:
-        while not self._closed:
+        while True:
             role = self._roles.reward[index]
             try:
                 stream = role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(
@@ -187,6 +188,8 @@ class SampleFlow:
                     return
                 self._count_crash(f"reward-{index}", role, error)
                 self._roles.replace_reward(index)
+                # the dead worker's last get may still swallow an envelope: put again when it has expired
+                await asyncio.sleep(GET_DEADLINE_S + 0.5)
                 await self._score_again()
 
     def _scored(self, item: SampleHeader, ref: Any, position: int) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pipelines import conductor as conductor_module
 from pipelines.conductor import Conductor, Outcome
 from pipelines.config import Config
 from pipelines.config_loader import write_config
+from pipelines.plots import draw_curves
 from pipelines.preflight import check_run
 from pipelines.progress import LiveView, print_summary
 from pipelines.run_data import RunData, load_run_data
@@ -105,7 +106,8 @@ def find_model(target: str, config: Config, console: Console) -> Path:
         return newest.component(MODEL_COMPONENT)
     if (path / MODEL_COMPONENT / "config.json").is_file():
         return path / MODEL_COMPONENT
-    return resolve_model(config.model.model_copy(update={"path": target}), progress=console.print)
+    named: Path = resolve_model(config.model.model_copy(update={"path": target}), progress=console.print)
+    return named
 
 
 @contextmanager
@@ -192,6 +194,9 @@ def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:
         if outcome.fault == "internal":
             sys.stderr.write(f"details: {directory.events}\n")
         return 2 if outcome.fault == "user" else 1
+    if directory.metrics.exists() and outcome.state == "finished":
+        with suppress(UserError):  # a run of no steps has nothing to draw
+            draw_curves(directory.metrics, directory.path / "curves.png")
     print_summary(outcome, directory.path, console)
     return 0
 

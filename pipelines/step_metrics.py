@@ -112,15 +112,15 @@ def step_metrics(
 
 
 def accuracy(headers: Sequence[SampleHeader], correct_at: float) -> float:
-    """Share of scored samples whose first reward function returned at least ``correct_at``."""
-    scored = [h for h in headers if h.reward_status == "ok"]
-    return sum(is_correct(h, correct_at) for h in scored) / max(1, len(scored))
+    """Share of correct samples among those that the first reward function judged."""
+    verdicts = [v for v in (is_correct(h, correct_at) for h in headers) if v is not None]
+    return sum(verdicts) / max(1, len(verdicts))
 
 
-def is_correct(header: SampleHeader, correct_at: float) -> bool:
-    """Return True when the first reward function gave at least ``correct_at`` (within 1e-9)."""
+def is_correct(header: SampleHeader, correct_at: float) -> bool | None:
+    """Return whether the first reward function gave at least ``correct_at``; None when it did not judge."""
     first = next(iter(header.reward_parts.values()), None)
-    return first is not None and first >= correct_at - 1e-9
+    return None if first is None else first >= correct_at - 1e-9
 
 
 def zero_variance_headers(headers: Sequence[SampleHeader]) -> bool:
