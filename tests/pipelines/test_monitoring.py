@@ -215,6 +215,52 @@ def test_every_evaluation_figure_and_headline_is_documented():
     assert undocumented([*result.metrics("eval/heldout"), *HEADLINES, *CURVES, "step", "time", "wall_s"]) == []
 
 
+def test_every_metric_of_a_step_is_documented():
+    from pipelines.rounds import RoundResult
+    from pipelines.step_metrics import StepClock, step_metrics
+    from storage.ledger import LedgerCounts
+    from storage.records import GroupKey, SampleHeader, Timings
+
+    key = GroupKey("train", 0, 0)
+    sample = SampleHeader(
+        key=key,
+        index=0,
+        attempt=0,
+        tokens=8,
+        oldest_version=0,
+        newest_version=0,
+        finish_reason="stop",
+        drafted=4,
+        accepted=2,
+        forward_passes=6,
+        reward=1.0,
+        reward_parts={"exact": 1.0},
+        reward_status="ok",
+        timings=Timings(),
+    )
+    result = RoundResult(
+        keys=(key,),
+        headers={key: (sample,)},
+        filtered={"zero_variance": 1},
+        started=0.0,
+        ended=1.0,
+        launched_tokens=8,
+        errors=0,
+        scored=1,
+    )
+    metrics = step_metrics(
+        result,
+        StepClock(step=1.0, generate=0.5, learn=0.2, publish=0.1, pause=0.0),
+        {"entropy": 0.3},
+        LedgerCounts(launched=2, queued=0, leased=0, ready=0, trained=1, ended={"zero_variance": 1}),
+        version=0,
+        learner_version=1,
+        correct_at=1.0,
+    )
+    assert undocumented([*metrics, "progress/epoch", "faults/crashes", "time/evaluate_s"]) == []
+    assert len(metrics) > 20
+
+
 def test_every_metric_of_the_learner_is_documented_with_its_unit():
     statistics = pytest.importorskip("actors.learner.statistics")
     for name, (_, unit) in statistics.METRICS.items():
