@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -135,7 +135,10 @@ def evaluate(
 
 
 @app.command()
-def status(run: Run = None) -> None:
+def status(
+    run: Run = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Also draw the learning curve into the run directory.")] = False,
+) -> None:
     """Show how a run is doing: step, reward, speed, time left and what it waits for.
 
     [bold]Examples[/bold]
@@ -143,12 +146,15 @@ def status(run: Run = None) -> None:
     [cyan]slipstream status[/cyan]
     The run that changed last.
 
-    [cyan]slipstream status runs/baseline-20250101-120000[/cyan]
-    A certain run, while it trains or afterwards.
+    [cyan]slipstream status runs/baseline-20250101-120000 --plot[/cyan]
+    A certain run, while it trains or afterwards, with a picture of its curves.
     """
     from pipelines import show as show_module
 
-    show_module.status(_find_run(run))
+    directory = _find_run(run)
+    show_module.status(directory)
+    if plot:
+        show_module.plot(directory)
 
 
 @app.command()
@@ -157,8 +163,12 @@ def show(
     step: Annotated[int | None, typer.Option("--step", min=0, help="Training step; default: the last kept.")] = None,
     prompt: Annotated[int | None, typer.Option("--prompt", min=0, help="Only this row of the data.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Most prompts to print.")] = 3,
+    split: Annotated[str, typer.Option("--split", help="train, or the name of a held-out set.")] = "train",
+    order: Annotated[
+        Literal["data", "best", "worst"], typer.Option("--order", help="Which prompts come first.")
+    ] = "data",
 ) -> None:
-    """Print prompts, answers, rewards and advantages of a training step.
+    """Print prompts, answers, rewards and advantages of a step.
 
     [bold]Examples[/bold]
 
@@ -167,10 +177,13 @@ def show(
 
     [cyan]slipstream show runs/baseline-20250101-120000 --step 12 --prompt 7[/cyan]
     All answers to prompt 7 in step 12.
+
+    [cyan]slipstream show --split heldout --order worst[/cyan]
+    Where the policy still fails in the latest evaluation.
     """
     from pipelines import show as show_module
 
-    show_module.show(_find_run(run), step=step, prompt=prompt, limit=limit)
+    show_module.show(_find_run(run), step=step, prompt=prompt, limit=limit, split=split, order=order)
 
 
 @app.command("config")

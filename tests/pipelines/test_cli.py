@@ -223,6 +223,15 @@ def test_eval_hands_on_target_and_config(work: Path, replace: Any) -> None:
     assert (config.rollout.max_tokens, config.evaluation.samples) == (50, 4)
 
 
+def test_show_and_status_hand_on_the_latest_run_and_the_options(work: Path, replace: Any) -> None:
+    shown = replace("pipelines.show", "show", "status", "plot")
+    assert cli.main(["show", "--step", "3", "--prompt", "7", "--limit", "2", "--order", "worst"]) == 0
+    assert cli.main(["status", "--plot"]) == 0
+    run = Path("runs/one")
+    options = {"step": 3, "prompt": 7, "limit": 2, "split": "train", "order": "worst"}
+    assert shown.calls == [("show", (run,), options), ("status", (run,), {}), ("plot", (run,), {})]
+
+
 def test_config_file_printed_by_the_command_loads(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--yaml"]) == 0
     Path("all.yaml").write_text(capsys.readouterr().out)
