@@ -21,7 +21,6 @@ app = typer.Typer(
 
 Start with [bold]slipstream train[/bold]: it trains a built-in model on a built-in task in a few minutes, without a GPU.
 `slipstream COMMAND --help` explains each command with examples.""",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        app(args=arguments, prog_name="slipstream")
+        app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], prog_name="slipstream")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except UserError as error:
