@@ -1,0 +1,122 @@
+"""What each named algorithm means: one frozen specification, resolved from the options.
+
+A field that the options leave null takes the value of the table below. This module needs no torch, so a dry run can
+check an algorithm before anything is loaded.
+
+What the clipped ratio is anchored on matters more than any constant. With one optimiser update per batch the proximal
+policy *is* the current policy, so a ratio to recomputed logprobs is 1 and its clip is inert. Hence:
+
+* ``grpo``, ``dr_grpo``, ``dapo`` anchor on **behaviour**: the logprobs that the engine recorded when it sampled. The
+  ratio covers staleness and numerical mismatch between engine and learner alike, and no further weight is applied.
+* ``decoupled_ppo``, ``tis`` anchor on the **proximal** policy (the weights just before the batch) and multiply by the
+  detached, truncated behaviour weight min(pi_proximal / pi_behaviour, cap). Never neither, never both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from actors.learner.options import AlgorithmOptions
+from storage.errors import UserError
+
+Anchor = Literal["behaviour", "proximal"]
+Aggregation = Literal["token", "sequence", "constant"]
+AdvantageKind = Literal["group_std", "group_mean"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """An objective with every constant decided.
+
+    Attributes:
+        name: As in the options.
+        anchor: Denominator of the clipped ratio.
+        clip_low: Ratios below 1 - clip_low are clipped.
+        clip_high: Ratios above 1 + clip_high are clipped.
+        dual_clip: For negative advantages the objective is at least dual_clip * advantage; None is off.
+        aggregation: How token losses become one number, see ``losses.aggregate``.
+        advantage: How rewards become advantages, see ``advantages.group_advantages``.
+        behaviour_cap: Cap of the behaviour weight; None exactly where the anchor is the behaviour policy.
+        dynamic_sampling: Whether groups with equal rewards are replaced by fresh prompts.
+        kl_coefficient: Weight of the KL term towards the reference; 0 is off.
+        kl_estimator: Estimator of that term per token.
+    """
+
+    name: str
+    anchor: Anchor
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Aggregation
+    advantage: AdvantageKind = "group_std"
+    behaviour_cap: float | None = None
+    dynamic_sampling: bool = False
+    kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+
+
+# Sources: GRPO arXiv 2402.03300; Dr.GRPO 2503.20783; DAPO 2503.14476; decoupled PPO 2110.00641 and AReaL 2505.24298
+# (which caps at 5); TIS, "Your efficient RL framework secretly brings you off-policy RL training" (which caps at 2).
+DEFAULTS: dict[str, Algorithm] = {
+    "grpo": Algorithm(name="grpo", anchor="behaviour", aggregation="sequence"),
+    "dr_grpo": Algorithm(name="dr_grpo", anchor="behaviour", aggregation="constant", advantage="group_mean"),
+    "dapo": Algorithm(name="dapo", anchor="behaviour", aggregation="token", clip_high=0.28, dynamic_sampling=True),
+    "decoupled_ppo": Algorithm(name="decoupled_ppo", anchor="proximal", aggregation="token", behaviour_cap=5.0),
+    "tis": Algorithm(name="tis", anchor="proximal", aggregation="token", behaviour_cap=2.0),
+}
+
+
+def resolve_algorithm(options: AlgorithmOptions) -> Algorithm:
+    """Fill the null fields of ``options`` from :data:`DEFAULTS`.
+
+    Raises:
+        UserError: A behaviour cap for an algorithm whose ratio is already taken to the behaviour policy.
+    """
+    default = DEFAULTS[options.name]
+    if options.behaviour_cap is not None and default.anchor == "behaviour":
+        proximal = " or ".join(name for name, algorithm in DEFAULTS.items() if algorithm.anchor == "proximal")
+        raise UserError(
+            f"algorithm.behaviour_cap has no meaning for {options.name}, whose ratio is taken to the behaviour policy "
+            f"itself: remove it, or choose algorithm.name={proximal}"
+        )
+    return Algorithm(
+        name=default.name,
+        anchor=default.anchor,
+        clip_low=_given(options.clip_low, default.clip_low),
+        clip_high=_given(options.clip_high, default.clip_high),
+        dual_clip=options.dual_clip,
+        aggregation=options.aggregation or default.aggregation,
+        advantage=options.advantage or default.advantage,
+        behaviour_cap=options.behaviour_cap or default.behaviour_cap,
+        dynamic_sampling=_given(options.dynamic_sampling, default.dynamic_sampling),
+        kl_coefficient=options.kl.coefficient,
+        kl_estimator=options.kl.estimator,
+    )
+
+
+def check_algorithm(options: AlgorithmOptions, *, max_tokens: int) -> None:
+    """Reject options that contradict each other; needs no model.
+
+    Raises:
+        UserError: Names the field and what to do.
+    """
+    algorithm = resolve_algorithm(options)
+    if options.overlong.mode == "soft" and options.overlong.buffer_tokens >= max_tokens:
+        raise UserError(
+            f"algorithm.overlong.buffer_tokens={options.overlong.buffer_tokens} covers every answer: it must be below "
+            f"rollout.max_tokens={max_tokens}"
+        )
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.clip_high:
+        raise UserError(
+            f"algorithm.dual_clip={algorithm.dual_clip} must lie above 1 + clip_high = {1 + algorithm.clip_high:g}: "
+            "it bounds ratios that the ordinary clip lets through"
+        )
+
+
+T = TypeVar("T")
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -1,0 +1,107 @@
+"""The learner's loop: it pulls commands and yields what came of them. Whoever owns the channel owns the threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.learner.learner import Learner, StepReport
+from actors.weights import pack
+from storage.records import Group, WeightsManifest
+
+__all__ = [
+    "Command",
+    "Learner",
+    "LearnerChannel",
+    "LearnerEvent",
+    "Save",
+    "Saved",
+    "StepReport",
+    "Stop",
+    "TrainBatch",
+    "Trained",
+    "learn",
+]  # fmt: skip
+
+MODEL_COMPONENT = "model"
+TRAINER_COMPONENT = "learner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Train on one global batch of complete, scored groups."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Write the components ``model`` and ``learner`` under the folder ``path``."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop."""
+
+
+Command = TrainBatch | Save | Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A batch is done.
+
+    Attributes:
+        report: What the step did.
+        manifest: Describes the new weights; None when the step moved nothing (there is no new version then).
+        buffer: uint8[nbytes], the new weights; None together with ``manifest``.
+    """
+
+    report: StepReport
+    manifest: WeightsManifest | None
+    buffer: npt.NDArray[np.uint8] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The components lie under ``path``."""
+
+    path: str
+
+
+LearnerEvent = Trained | Saved
+
+
+class LearnerChannel(Protocol):
+    """Where commands come from."""
+
+    def receive(self) -> Command:
+        """Wait for the next command."""
+
+
+def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
+    """Carry out commands until :class:`Stop`, one event per command, in order.
+
+    Pull-based: the next command is received only when the caller asks for the next event, so a slow consumer of weights
+    holds the learner back instead of piling up snapshots.
+    """
+    while True:
+        command = channel.receive()
+        if isinstance(command, TrainBatch):
+            report = learner.train_step(command.groups, command.step)
+            manifest, buffer = pack(learner.state(), learner.version) if report.stepped else (None, None)
+            yield Trained(report=report, manifest=manifest, buffer=buffer)
+        elif isinstance(command, Save):
+            learner.save_model(Path(command.path) / MODEL_COMPONENT)
+            learner.save(Path(command.path) / TRAINER_COMPONENT)
+            yield Saved(path=command.path)
+        else:
+            return

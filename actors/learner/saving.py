@@ -1,0 +1,174 @@
+"""The learner's part of a checkpoint: a model directory, and the trainer's state beside it.
+
+Files are written in place: whoever owns the checkpoint makes the whole folder appear at once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actors.weights import pack
+from storage.errors import UserError
+from storage.files import StorageError, describe_failure, require_free_space
+
+TRAINER_FILE = "trainer.pt"
+REFERENCE_FILE = "reference.safetensors"
+
+# What belongs to a model directory besides weights and config.json: tokenizer, chat template, generation defaults.
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates",
+    "generation_config.json",
+    "*.py",
+)
+
+
+def resolve_device(device: str) -> str:
+    """Return "cpu" or "cuda"; raises ``UserError`` where CUDA is asked for and missing."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("learner.device=cuda, but torch sees no GPU here: set learner.device=cpu or learner.num_gpus=1")
+    return device
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """Hash of names-and-all of a set of weights; equal bytes give equal hashes."""
+    return pack(state, 0)[0].hash
+
+
+def random_states() -> dict[str, Any]:
+    """States of Python's, numpy's and torch's global generators, as tensors and plain values."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert not isinstance(keys, str)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+        "numpy": [
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_states(state: Mapping[str, Any]) -> None:
+    """Put :func:`random_states` back."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def write_trainer(directory: Path, state: Mapping[str, Any], reference: Mapping[str, Tensor] | None) -> None:
+    """Write the trainer's state, and the reference weights of a KL term; raises ``StorageError``."""
+    with _disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        sizes = [t.numel() * t.element_size() for t in _tensors(state)]
+        sizes += [t.numel() * t.element_size() for t in (reference or {}).values()]
+        require_free_space(directory, sum(sizes), "the optimiser's state")
+        torch.save(dict(state), directory / TRAINER_FILE)
+        if reference is not None:
+            save_file({name: t.cpu().contiguous() for name, t in reference.items()}, directory / REFERENCE_FILE)
+
+
+def read_trainer(directory: Path, weights: str, reference: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Read what :func:`write_trainer` wrote.
+
+    Args:
+        directory: The component's folder.
+        weights: Fingerprint of the policy that is loaded; it must be the one that was saved.
+        reference: Tensors of the reference model, overwritten in place; None without a KL term. A component saved
+            without a reference leaves it at what was loaded.
+
+    Raises:
+        StorageError: Missing, unreadable, or of other weights.
+    """
+    path = directory / TRAINER_FILE
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise StorageError(describe_failure("cannot read", path, error)) from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise StorageError(f"cannot read {path}: it is damaged ({error}); resume from an earlier checkpoint") from error
+    if state["weights"] != weights:
+        raise StorageError(
+            f"{path} was saved with other weights than the model that is loaded: resume with the model directory of "
+            "the same checkpoint"
+        )
+    if reference is not None and (directory / REFERENCE_FILE).exists():
+        saved = load_file(directory / REFERENCE_FILE)
+        with torch.no_grad():
+            for name, tensor in reference.items():
+                tensor.copy_(saved[name])
+    return state
+
+
+def write_model(model: Any, source: Path, directory: Path) -> None:
+    """Write ``model`` as a Hugging Face directory, with the companion files of ``source``; raises ``StorageError``."""
+    with _disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        require_free_space(directory, size, "the model")
+        model.save_pretrained(directory)
+        for pattern in _COMPANIONS:
+            for companion in sorted(source.glob(pattern)):
+                if companion.is_dir():
+                    shutil.copytree(companion, directory / companion.name, dirs_exist_ok=True)
+                else:
+                    shutil.copy2(companion, directory / companion.name)
+
+
+@contextmanager
+def _disk_errors(directory: Path) -> Iterator[None]:
+    """Turn what a full or read-only disk raises in various libraries into one kind of error with one kind of text."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(describe_failure("cannot write", directory, error)) from error
+    except SafetensorError as error:
+        raise StorageError(f"cannot write {directory}: {error}; free space on that disk") from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error) and "write" not in str(error):
+            raise
+        raise StorageError(f"cannot write {directory}: {error}; free space on that disk") from error
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
