@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 import types
 
@@ -152,6 +153,18 @@ def scalars(directory) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def test_tensorboard_events_cost_the_conductor_no_torch(tmp_path):
+    code = (
+        "import sys, pathlib\n"
+        "from pipelines.monitoring import TensorboardMonitor\n"
+        "monitor = TensorboardMonitor(pathlib.Path(sys.argv[1]))\n"
+        "monitor.log(1, {'reward/mean': 1.0})\n"
+        "monitor.close()\n"
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'tensorflow', 'ray')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
 def test_missing_wandb_is_a_user_error_that_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(monitoring, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"slipstream\[wandb\]"):
@@ -191,7 +204,7 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path, monkeypatch):
 
 
 def test_trackers_are_imported_only_when_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     group = open_monitors(JSONL_ONLY, tmp_path)
     group.log(1, {"reward/mean": 1.0})
