@@ -19,7 +19,6 @@ from typing import Any
 
 import ray
 from rich.console import Console
-from storage.models import resolve_model
 
 from pipelines import conductor as conductor_module
 from pipelines.conductor import Conductor, Outcome
@@ -33,6 +32,7 @@ from pipelines.session import MODEL_COMPONENT
 from pipelines.status import RunStatus
 from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
+from storage.models import resolve_model
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,13 @@ def find_model(target: str, config: Config, console: Console) -> Path:
 
 @contextmanager
 def local_or_joined_ray(config: Config, console: Console) -> Iterator[str]:
-    """Join the cluster that is asked for, or start a local Ray; yields the dashboard's URL, leaves what it joined."""
+    """Join the cluster that is asked for, or start a local Ray; yields the dashboard's URL.
+
+    A Ray that this process uses already (a notebook's, say) is used and left alone.
+    """
+    if ray.is_initialized():
+        yield ""
+        return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
     common: dict[str, Any] = {
         "log_to_driver": False,

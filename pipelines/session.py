@@ -17,12 +17,13 @@ from pipelines.config import Config
 from pipelines.evaluation import evaluate
 from pipelines.flow import SampleFlow, pairs
 from pipelines.monitoring import MonitorGroup, open_monitors
+from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.roles import Published, Roles
 from pipelines.rounds import Interrupted, RoundResult, RoundRunner, unless_stopped
 from pipelines.run_data import SAMPLED_SUFFIX, RunData
 from pipelines.scheduling.all_at_once import AllAtOnce
-from pipelines.status import RunStatus, State, StatusBoard
+from pipelines.status import State, StatusBoard
 from pipelines.step_metrics import StepClock, is_correct, step_metrics
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointStore
@@ -100,9 +101,7 @@ class Session:
             name=self._directory.path.name,
             config=config.model_dump(mode="json"),
         )
-        previous = None
-        if resume is not None and self._directory.status.exists():
-            previous = RunStatus.load(self._directory.status)
+        previous = load_status(self._directory.path) if resume is not None else None
         self.board = StatusBoard(
             self._directory.path.name,
             str(self._directory.path),
@@ -196,6 +195,7 @@ class Session:
         self.board.observe(queues={"generating": generating, "scoring": scoring})
         self._metrics.queue("generating", generating)
         self._metrics.queue("scoring", scoring)
+        self._metrics.waits(self.board.snapshot().waits)
 
     async def close(self) -> None:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved."""
@@ -236,16 +236,18 @@ class Session:
             self._roles.published = Published(header.manifest, ref)
             acknowledged = await self._wait("publish", "rollout workers", self._flow.publish(), 0.0, safe=False)
             pause = max((a.get("pause_s", 0.0) for a in acknowledged), default=0.0)
-        ended = time.perf_counter()
+        published = time.perf_counter()
         self._ledger.train(result.keys, self.step, version)
+        self._ledger.close_epochs(TRAIN_SPLIT, self._source.epoch - 1)
         self._ledger.sync()
         self.step += 1
         await self._record(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
+        ended = time.perf_counter()
         clock = StepClock(
             step=ended - began,
             generate=generate,
             learn=header.metrics.get("seconds_total", 0.0),
-            publish=ended - published_at,
+            publish=published - published_at,
             pause=pause,
         )
         self._report(result, clock, header, version)
@@ -307,7 +309,10 @@ class Session:
         metrics: dict[str, float] = {}
         for name in self._data.evaluation:
             outcome = evaluate(
-                found[name], found.get(name + SAMPLED_SUFFIX, {}), lambda header: is_correct(header, correct_at)
+                found[name],
+                found.get(name + SAMPLED_SUFFIX, {}),
+                lambda header: is_correct(header, correct_at),
+                k=self._config.evaluation.samples,
             )
             metrics |= outcome.metrics(f"eval/{name}")
         seconds = time.perf_counter() - began
@@ -384,7 +389,9 @@ class Session:
         except BaseException:
             writer.abandon()
             raise
-        self._metrics.seconds("checkpoint", time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._metrics.seconds("checkpoint", seconds)
+        log.info("checkpoint of step %d written in %.2f s", state["step"], seconds)
 
     async def _wait(self, label: str, who: str, awaitable: Awaitable[T], deadline_s: float, *, safe: bool = True) -> T:
         """Await with a label that people can see; where it is ``safe``, a stop raises :class:`Interrupted` at once."""

@@ -1,19 +1,24 @@
-"""The learner actor: pulls groups from its queue, trains, and yields new weights."""
+"""The learner actor: pulls groups from its queue, trains, and yields new weights.
+
+torch is imported inside the actor only: the conductor names this class and must stay small.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from actors.bundles import GroupEnvelope, LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
 from actors.channels import QueueReader
 from actors.history.worker import fetch_groups
-from actors.learner.learn import Command, Learner, Save, Saved, Stop, TrainBatch, Trained, learn
 from actors.learner.options import AlgorithmOptions, LearnerOptions
-from actors.weights import pack
+
+if TYPE_CHECKING:
+    from actors.learner.learn import Command
 
 CONCURRENCY_GROUPS = {"work": 1, "control": 2}
 
@@ -24,15 +29,20 @@ class _QueueChannel:
     def __init__(self, queue: Any) -> None:
         self._reader = QueueReader(queue, ahead=1024)
         self._groups: dict[Any, GroupEnvelope] = {}
+        self.received = 0.0
 
     def receive(self) -> Command:
+        from actors.learner.learn import Save, Stop, TrainBatch
+
         while True:
             envelope = self._reader.get()
             if isinstance(envelope, GroupEnvelope):
                 self._groups[envelope.key] = envelope
             elif isinstance(envelope, StepEnvelope):
                 wanted = [self._groups.pop(key) for key in envelope.keys]
-                return TrainBatch(step=envelope.step, groups=tuple(fetch_groups(wanted)))
+                groups = tuple(fetch_groups(wanted))
+                self.received = time.perf_counter()
+                return TrainBatch(step=envelope.step, groups=groups)
             elif isinstance(envelope, SaveEnvelope):
                 return Save(path=envelope.directory)
             elif isinstance(envelope, StopEnvelope):
@@ -60,6 +70,8 @@ class LearnerWorker:
         """Load the model, and the optimiser state from ``resume_directory`` where there is one."""
         import torch
 
+        from actors.learner.learner import Learner
+
         torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
         self._learner = Learner(
             model_path,
@@ -82,18 +94,23 @@ class LearnerWorker:
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     def run(self, queue: Any) -> Iterator[Any]:
         """Announce the initial weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
+        from actors.learner.learn import Saved, Trained, learn
+        from actors.weights import pack
+
         version = self._learner.version
         manifest, buffer = pack(self._learner.state(), version)
         yield LearnerHeader(kind="ready", version=version, manifest=manifest, metrics={}, advantages={})
         yield buffer
-        for event in learn(self._learner, _QueueChannel(queue)):
+        channel = _QueueChannel(queue)
+        for event in learn(self._learner, channel):
             if isinstance(event, Trained):
+                seconds = time.perf_counter() - channel.received
                 yield LearnerHeader(
                     kind="trained",
                     version=self._learner.version,
                     step=event.report.step,
                     manifest=event.manifest,
-                    metrics=event.report.metrics,
+                    metrics={**event.report.metrics, "seconds_total": seconds},
                     advantages=event.report.advantages,
                 )
                 yield event.buffer

@@ -1,0 +1,86 @@
+"""Roles that are killed in the middle of a step lose nothing."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import ray
+
+from pipelines.launch import train
+from tests.runs import small_config, steps_of, trained_keys
+
+
+def pid_of(namespace, role):
+    """Process id of a living named actor."""
+    from ray.util.state import list_actors
+
+    for actor in list_actors(filters=[("state", "=", "ALIVE"), ("ray_namespace", "=", namespace)], detail=True):
+        if actor.name == role:
+            return actor.pid
+    return None
+
+
+class Killer(threading.Thread):
+    """Kills a role of a run as soon as it is in a given state."""
+
+    def __init__(self, run, role, state="generating", after_steps=1):
+        super().__init__(daemon=True)
+        self.namespace, self.role, self.state, self.after = f"slipstream-{run}", role, state, after_steps
+        self.killed = None
+
+    def run(self):
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and self.killed is None:
+            try:
+                conductor = ray.get_actor("conductor", namespace=self.namespace)
+                status = ray.get(conductor.status.remote(), timeout=5)
+            except (ValueError, ray.exceptions.RayError, TimeoutError):
+                time.sleep(0.05)
+                continue
+            if status.state == self.state and status.step >= self.after:
+                pid = pid_of(self.namespace, self.role)
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed = pid
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("role", ["rollout-0", "reward-0"])
+def test_killed_worker_loses_no_group(ray_session, random_llama, tmp_path, role):
+    name = f"kill-{role}"
+    config = small_config(
+        random_llama,
+        tmp_path,
+        name,
+        "run.steps=4",
+        "rollout.max_tokens=60",
+        "rollout.max_rows=2",
+        "reward.functions=[{function: tests.reward_functions.slow}]",
+    )
+    killer = Killer(name, role)
+    killer.start()
+    assert train(config, name=name) == 0
+    killer.join(5)
+    assert killer.killed is not None
+    keys = trained_keys(tmp_path / name)
+    assert len(keys) == len(set(keys)) == 16
+    records = steps_of(tmp_path / name)
+    assert records[-1]["faults/crashes"] == 1
+    assert all(r["rollout/samples"] == 16 and r["staleness/max"] == 0 for r in records)
+
+
+def test_killed_learner_ends_the_run_with_a_way_to_go_on(ray_session, random_llama, tmp_path, capfd):
+    config = small_config(
+        random_llama, tmp_path, "kill-learner", "run.steps=6", "checkpoint.every=1", "rollout.max_tokens=60",
+        "rollout.max_rows=2",
+    )  # fmt: skip
+    killer = Killer("kill-learner", "learner", after_steps=2)
+    killer.start()
+    assert train(config, name="kill-learner") == 1
+    assert "--resume" in capfd.readouterr().err
+    run = tmp_path / "kill-learner"
+    assert train(config, name="kill-learner", resume=run) == 0
+    keys = trained_keys(run)
+    assert len(keys) == len(set(keys)) == 24
