@@ -1,0 +1,212 @@
+"""Checks a run before anything starts: no Ray, no weights, seconds instead of a failure minutes into the run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.config import Config
+from pipelines.run_data import RunData, load_run_data, total_steps
+from pipelines.sizes import Machine, MemoryEstimate, ModelShape, asks_for_gpu, machine_doubts, machine_problems
+from storage.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """What the full check found.
+
+    Attributes:
+        prompts: Training prompts.
+        steps: Optimiser steps of the whole run.
+        longest_prompt: Tokens of the longest prompt, training and held-out; None when there is no tokenizer yet.
+        max_length: Longest sequence that an engine slot must hold, in tokens.
+        shape: Shape of the model; None when it is not on this machine yet.
+        estimate: Memory that the run takes; None without ``shape``.
+        machine: What this machine offers; None when the run joins a cluster elsewhere.
+        warnings: What is allowed but probably not meant.
+        notes: What could not be checked, and why.
+    """
+
+    prompts: int
+    steps: int
+    longest_prompt: int | None
+    max_length: int
+    shape: ModelShape | None
+    estimate: MemoryEstimate | None
+    machine: Machine | None
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def check_run(config: Config) -> None:
+    """Check what is quick to check: model, sources, reward functions, extras, directory, cores, memory and GPUs.
+
+    Rows and prompts are checked where they are loaded, by :func:`pipelines.run_data.load_run_data`.
+
+    Raises:
+        UserError: With all problems found, each naming its field and what to do.
+    """
+    problems: list[str] = []
+    for check in (_check_model, _check_sources_and_rewards, _check_extras, _check_directory):
+        problems.extend(check(config))
+    shape = None if problems else _shape(config)
+    machine = _machine(config)
+    if machine is not None:
+        # Prompt lengths are not known here, so this is the least that the run can take.
+        problems.extend(machine_problems(config, machine, _estimate(config, machine, shape, config.rollout.max_tokens)))
+    _raise(problems)
+
+
+def inspect_run(config: Config) -> Preflight:
+    """Check everything, every row included, and return the sizes of the run; starts nothing.
+
+    Raises:
+        UserError: With all problems found by the first stage that finds any.
+    """
+    check_run(config)
+    path = _present_model(config)
+    shape = _shape(config)
+    notes = []
+    data: RunData | None = None
+    if path is None:
+        prompts = _count_rows(config)
+        notes.append(
+            f"model.path={config.model.path} is not on this machine yet (the first run fetches or builds it): prompt "
+            "lengths and memory are not checked"
+        )
+    else:
+        data = load_run_data(config, path)
+        prompts = len(data.train)
+    if config.rollout.prompts_per_step > prompts:
+        _raise(
+            [
+                f"data.train={config.data.train} has {prompts} prompts, fewer than rollout.prompts_per_step="
+                f"{config.rollout.prompts_per_step}: lower that"
+            ]
+        )
+    max_length = data.max_length if data else config.sequence_tokens
+    machine = _machine(config)
+    warnings = config.warnings()
+    estimate = None
+    if machine is None:
+        notes.append("the run joins a Ray cluster: its cores, memory and GPUs are not checked from here")
+    else:
+        estimate = _estimate(config, machine, shape, max_length)
+        _raise(machine_problems(config, machine, estimate))
+        warnings += machine_doubts(config, machine)
+    longest = None
+    if data is not None:
+        longest = max(len(p.token_ids) for group in (data.train, *data.evaluation.values()) for p in group)
+    if prompts < config.data.prompts:
+        warnings.append(
+            f"data.train={config.data.train} has only {prompts} of the data.prompts={config.data.prompts} asked for"
+        )
+    return Preflight(
+        prompts=prompts,
+        steps=total_steps(config, prompts),
+        longest_prompt=longest,
+        max_length=max_length,
+        shape=shape,
+        estimate=estimate,
+        machine=machine,
+        warnings=tuple(warnings),
+        notes=tuple(notes),
+    )
+
+
+def _raise(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        raise UserError("\n  ".join([f"{len(problems)} problems:", *problems]))
+
+
+def _check_model(config: Config) -> Iterator[str]:
+    from storage.models import check_model
+
+    try:
+        check_model(config.model)
+    except UserError as error:
+        yield str(error)
+
+
+def _check_sources_and_rewards(config: Config) -> Iterator[str]:
+    """Check that sources exist and that reward functions find their columns in each of them."""
+    from actors.reward.functions import check_functions
+    from storage.datasets import check_source
+
+    sources = {"data.train": config.data.train}
+    sources |= {f"evaluation.sets.{name}": source for name, source in config.evaluation.sets.items()}
+    checked: set[frozenset[str]] = set()
+    for field, source in sources.items():
+        try:
+            columns = frozenset(check_source(source, config.data.prompt_column)) - {config.data.prompt_column}
+        except UserError as error:
+            yield f"{field}: {error}"
+            continue
+        if columns in checked:
+            continue
+        checked.add(columns)
+        try:
+            check_functions(config.reward, columns)
+        except UserError as error:
+            yield f"reward.functions (with the columns of {field}): {error}"
+            return  # the same import or signature would fail for the other sources again
+
+
+def _check_extras(config: Config) -> Iterator[str]:
+    if config.tracking.wandb and importlib.util.find_spec("wandb") is None:
+        yield "tracking.wandb: the package wandb is missing; pip install 'slipstream[wandb]'"
+
+
+def _check_directory(config: Config) -> Iterator[str]:
+    """Check by writing that the run directory can be made: modes do not tell about full or read-only disks."""
+    parent = Path(config.run.directory)
+    place = parent
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    problem = f"run.directory={config.run.directory}: cannot write in {place}"
+    if not place.is_dir():
+        yield f"{problem}: it is not a directory; choose another"
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+    except OSError as error:
+        yield f"{problem}: {error.strerror}; choose another place"
+
+
+def _present_model(config: Config) -> Path | None:
+    """Return the model's directory if it is on this machine already; nothing is fetched or built."""
+    path = Path(config.model.path).expanduser()
+    return path if (path / "config.json").is_file() else None
+
+
+def _machine(config: Config) -> Machine | None:
+    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return None
+    return Machine.look(gpus=bool(asks_for_gpu(config)))
+
+
+def _estimate(config: Config, machine: Machine, shape: ModelShape | None, max_length: int) -> MemoryEstimate | None:
+    return MemoryEstimate.of(config, shape, max_length, gpus=machine.gpus or 0) if shape else None
+
+
+def _shape(config: Config) -> ModelShape | None:
+    path = _present_model(config)
+    return ModelShape.read(path) if path else None
+
+
+def _count_rows(config: Config) -> int:
+    from storage.datasets import load_rows
+
+    column = config.data.prompt_column
+    for source in config.evaluation.sets.values():
+        load_rows(source, count=config.evaluation.prompts, seed=config.evaluation.seed, prompt_column=column)
+    rows = load_rows(config.data.train, count=config.data.prompts, seed=config.data.seed, prompt_column=column)
+    return len(rows)
