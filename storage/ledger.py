@@ -211,7 +211,8 @@ class Ledger:
         counts = self.counts()
         found = (live["queued"], live["leased"], live["ready"], trained, ended)
         kept = (counts.queued, counts.leased, counts.ready, counts.trained, sum(counts.ended.values()))
-        if found != kept or sum(found) != self._launched:
+        by_epoch = {epoch: live for epoch, live in self._live_in.items() if live}
+        if found != kept or sum(found) != self._launched or by_epoch != Counter(key[:2] for key in self._live):
             raise LedgerError(
                 f"launched {self._launched}; (queued, leased, ready, trained, ended) counted {found}, kept {kept}"
             )

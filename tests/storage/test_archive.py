@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -310,15 +310,34 @@ def test_damaged_file_is_one_clear_error(tmp_path):
     archive = RolloutArchive(tmp_path)
     path = archive.append(1, [make_group(p) for p in range(20)], {}, sampling=SAMPLING)
     whole = path.read_bytes()
-    tokens = pq.ParquetFile(path).metadata.row_group(0).column(SCHEMA.names.index("length") - 1)
-    flipped = bytearray(whole)
-    flipped[tokens.data_page_offset + tokens.total_compressed_size // 2] ^= 0x40
-    for content in (b"", whole[:100], whole[: len(whole) // 2], whole[:-1], b"x" * 50, bytes(flipped)):
+    for content in (b"", whole[:100], whole[: len(whole) // 2], whole[:-1], b"x" * 50):
         path.write_bytes(content)
         with pytest.raises(ArchiveError, match=r"step_000001\.parquet is damaged"):
             archive.read(1)
     path.write_bytes(whole)
     assert len(to_groups(archive.read(1))) == 20
+
+
+def test_flipped_bits_never_come_back_as_logprobs(tmp_path):
+    rng = np.random.default_rng(0)
+    group = make_group()
+    noise = Segment(
+        source="policy", version=1, token_ids=np.arange(2000, dtype=np.int32), logprobs=-rng.random(2000, np.float32)
+    )
+    group = replace(group, samples=tuple(replace(sample, segments=(noise,)) for sample in group.samples))
+    archive = RolloutArchive(tmp_path)
+    path = archive.append(1, [group], {}, sampling=SAMPLING)
+    whole = path.read_bytes()
+    metadata = pq.ParquetFile(path).metadata
+    columns = [metadata.row_group(0).column(index) for index in range(metadata.num_columns)]
+    column = next(c for c in columns if c.path_in_schema.startswith("logprobs"))
+    start = column.dictionary_page_offset or column.data_page_offset
+    for position in rng.integers(start + 100, start + column.total_compressed_size - 100, 20):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x04
+        path.write_bytes(damaged)
+        with pytest.raises(ArchiveError, match=r"step_000001\.parquet is damaged"):
+            archive.read(1)
 
 
 def test_other_schema_version_is_refused(tmp_path):
