@@ -30,7 +30,7 @@ from pipelines.progress import LiveView, print_summary
 from pipelines.run_data import RunData, load_run_data
 from pipelines.session import MODEL_COMPONENT
 from pipelines.status import RunStatus
-from storage.checkpoints import Checkpoint, CheckpointStore
+from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
 from storage.models import resolve_model
 from storage.run_directory import RunDirectory
@@ -62,10 +62,7 @@ def train(config: Config, *, name: str, resume: Path | None = None, console: Con
     checkpoint: Checkpoint | None = None
     if resume is not None:
         directory = RunDirectory.open(resume, Path(config.run.directory))
-        checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last).latest()
-        if checkpoint is None:
-            raise UserError(f"{directory.path} has no complete checkpoint to resume from; start a new run")
-        checkpoint.verify()
+        checkpoint = newest_intact(directory, config, console)
         model_path = checkpoint.component(MODEL_COMPONENT)
     else:
         model_path = resolve_model(config.model, progress=console.print)
@@ -94,6 +91,24 @@ def evaluate(target: str, config: Config, *, console: Console | None = None) -> 
         with local_or_joined_ray(config, console) as dashboard:
             outcome = _drive(config, data, directory, None, console, dashboard, train=False)
         return _report(outcome, directory, console)
+
+
+def newest_intact(directory: RunDirectory, config: Config, console: Console) -> Checkpoint:
+    """Return the newest checkpoint whose files are as they were written; later, damaged ones are removed and named.
+
+    Raises:
+        UserError: There is none.
+    """
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last)
+    for checkpoint in reversed(store.checkpoints()):
+        try:
+            checkpoint.verify()
+        except CheckpointError as error:
+            console.print(f"skipping {error}", highlight=False)
+            continue
+        store.truncate_after(checkpoint.step)
+        return checkpoint
+    raise UserError(f"{directory.path} has no complete checkpoint to resume from; start a new run")
 
 
 def find_model(target: str, config: Config, console: Console) -> Path:

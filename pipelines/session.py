@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import ray
@@ -37,10 +35,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STATE_COMPONENT = "conductor"
 LEARNER_COMPONENT = "learner"
 MODEL_COMPONENT = "model"
-_STATE_FILE = "state.json"
+_HISTORY_DEADLINE_S = 120.0
+_COMPACT_BYTES = 1 << 20
 
 
 class Session:
@@ -83,10 +81,11 @@ class Session:
             data.train, shuffle=config.data.shuffle, seed=config.run.seed, epochs=config.run.epochs or None
         )
         metrics_offset: int | None = None
+        self._compacted = 0
         if resume is None:
             self._ledger = Ledger(self._directory.ledger if train else None)
         else:
-            saved = read_state(resume)
+            saved = resume.meta
             self.step = saved["step"]
             self._source.load_state(saved["source"])
             self._ledger = Ledger.replay(self._directory.ledger, saved["ledger_offset"])
@@ -129,8 +128,8 @@ class Session:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
         config = self._config
         archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" and self._train else None
-        learner_directory = str(self._resume.component("learner")) if self._resume is not None else None
-        version = read_state(self._resume)["version"] if self._resume is not None else 0
+        learner_directory = str(self._resume.component(LEARNER_COMPONENT)) if self._resume is not None else None
+        version = self._resume.meta["version"] if self._resume is not None else 0
         self._roles.start(
             version=version, learner_directory=learner_directory, with_learner=self._train, history=archive
         )
@@ -201,7 +200,7 @@ class Session:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved."""
         self._flow.close()
         if self._roles.history is not None and self._recorded:
-            await asyncio.wait([asyncio.ensure_future(self._history_drained())], timeout=60)
+            await _quietly(asyncio.wait_for(self._history_drained(), _HISTORY_DEADLINE_S))
         for task in self._background:
             task.cancel()
         for queue in (self._roles.learner_queue, self._roles.history_queue):
@@ -376,19 +375,18 @@ class Session:
             return
         self._enter("checkpointing")
         began = time.perf_counter()
-        writer = self._store.begin(state["step"])
-        try:
+        with self._store.begin(state["step"]) as writer:
             await self._roles.learner_queue.put_async(SaveEnvelope(directory=str(writer.path)))
-            header, _ = await self._wait(
+            await self._wait(
                 "checkpoint", "learner", anext(self._learner_events), self._config.learner.deadline_s, safe=False
             )
-            write_state(writer.component(STATE_COMPONENT), state)
             if self._roles.history is not None and self._recorded:
-                await asyncio.wait_for(self._history_drained(), 120)
-            writer.commit({"run": self._directory.path.name, "version": header.version})
-        except BaseException:
-            writer.abandon()
-            raise
+                await asyncio.wait_for(self._history_drained(), _HISTORY_DEADLINE_S)
+            writer.commit(state)
+        oldest = self._store.checkpoints()[0].meta["ledger_offset"]
+        if oldest - self._compacted > _COMPACT_BYTES:
+            self._ledger.compact(oldest)
+            self._compacted = oldest
         seconds = time.perf_counter() - began
         self._metrics.seconds("checkpoint", seconds)
         log.info("checkpoint of step %d written in %.2f s", state["step"], seconds)
@@ -408,17 +406,6 @@ class Session:
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(coroutine)
         self._background.add(task)
-
-
-def write_state(directory: Path, state: Mapping[str, Any]) -> None:
-    """Write the conductor's component of a checkpoint."""
-    (directory / _STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-
-
-def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read the conductor's component of a checkpoint."""
-    state: dict[str, Any] = json.loads((checkpoint.component(STATE_COMPONENT) / _STATE_FILE).read_text("utf-8"))
-    return state
 
 
 async def _quietly(awaitable: Awaitable[Any]) -> None:
