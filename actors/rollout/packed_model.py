@@ -71,6 +71,7 @@ class PackedModel:
         windows: Sliding window of each layer.
         vocabulary: Logits per token.
         device: Where it runs.
+        context: Longest sequence that the model can place, ``None`` when it names none. Unit: tokens.
     """
 
     def __init__(self, model: Any) -> None:
@@ -78,6 +79,8 @@ class PackedModel:
         self.windows = layer_windows(model.config)
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self.device: torch.device = next(model.parameters()).device
+        text = model.config.get_text_config(decoder=True)
+        self.context: int | None = getattr(text, "max_position_embeddings", None)
         names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
         # Renamed in the course of transformers 5.
         self._cache_name = "cache" if "cache" in names else "past_key_values"

@@ -13,6 +13,10 @@ from storage.records import Int32Array, Segment, SegmentSource
 
 Int64Array = npt.NDArray[np.int64]
 
+# Values of Row.prompt_version beside real versions: no state yet, and state that several versions computed.
+NOT_COMPUTED = -1
+MIXED = -2
+
 
 @dataclass(slots=True)
 class Row:
@@ -23,7 +27,7 @@ class Row:
         marks: (index in the answer, source, version) where each segment begins.
         stops: Finds its stop strings, if it has any.
         stops_from: Index in the answer from which tokens count for stop strings.
-        prompt_version: Weights version that computed the key/value state of its prompt; -1 while there is none.
+        prompt_version: Weights version that computed its prompt's key/value state; or ``NOT_COMPUTED`` or ``MIXED``.
         first_token: Wall-clock second of its first new token.
     """
 
@@ -31,7 +35,7 @@ class Row:
     marks: list[tuple[int, SegmentSource, int]]
     stops: StopStrings | None
     stops_from: int
-    prompt_version: int = -1
+    prompt_version: int = NOT_COMPUTED
     first_token: float = 0.0
 
 
@@ -141,7 +145,7 @@ class RowTable:
         """The answer of a row as segments that own their arrays."""
         marks = self[index].marks
         first = int(self.prompt[index])
-        ends = [m[0] for m in marks[1:]] + [int(self.length[index]) - first]
+        ends = [*(mark[0] for mark in marks), int(self.length[index]) - first][1:]
         return tuple(
             Segment(
                 source=source,

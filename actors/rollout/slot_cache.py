@@ -52,6 +52,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         """0: rows have lengths of their own, and the engine gives every position."""
         return 0
 
+    @torch.inference_mode()
     def reserve(self, length: int) -> None:
         """Make room for rows of ``length`` tokens; grows by half at least, so that copying stays rare."""
         if length <= self.capacity:
@@ -65,12 +66,14 @@ class SlotCache(Cache):  # type: ignore[misc]
                 grown[:, :, :old] = buffer
                 buffers[layer] = grown
 
+    @torch.inference_mode()
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first ``length`` positions of one slot to others."""
         index = torch.tensor(targets)
         for buffer in self._buffers():
             buffer[index.to(buffer.device), :, :length] = buffer[source, :, :length].clone()
 
+    @torch.inference_mode()
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange the first ``length`` positions of two slots."""
         for buffer in self._buffers():
@@ -78,11 +81,13 @@ class SlotCache(Cache):  # type: ignore[misc]
             buffer[one, :, :length] = buffer[other, :, :length]
             buffer[other, :, :length] = held
 
+    @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Zero a slot, so that a non-finite value in it cannot reach its next row."""
         for buffer in self._buffers():
             buffer[slot].zero_()
 
+    @torch.inference_mode()
     def snapshot(self, slot: int, length: int) -> Snapshot:
         """Copy the first ``length`` positions of a slot out of the cache."""
         return [
@@ -90,6 +95,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             for layer in self._keys
         ]
 
+    @torch.inference_mode()
     def restore(self, snapshot: Snapshot, slot: int) -> None:
         """Write a snapshot back into a slot."""
         for layer, (keys, values) in zip(self._keys, snapshot, strict=True):

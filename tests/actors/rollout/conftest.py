@@ -133,3 +133,36 @@ def tokens_of(completion: Completion) -> list[int]:
 
 def logprobs_of(completion: Completion) -> list[float]:
     return [float(p) for s in completion.segments for p in s.logprobs]
+
+
+def recomputed_logprobs(
+    model: Any, prompt: Any, answer: list[int], *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> np.ndarray:
+    """Logprobs of an answer from one full forward pass without a cache, processed in plain numpy, float64[m]."""
+    ids = [*map(int, prompt), *answer]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([ids])).logits[0].double().numpy()
+    result = []
+    for at, token in enumerate(answer, start=len(prompt)):
+        row = logits[at - 1] / temperature
+        if top_k:
+            row = np.where(row < np.sort(row)[-top_k], -np.inf, row)
+        p = np.exp(row - row.max())
+        p /= p.sum()
+        if top_p < 1:
+            order = np.argsort(-p)
+            keep = order[: int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1]
+            p = np.where(np.isin(np.arange(len(p)), keep), p, 0)
+            p /= p.sum()
+        result.append(np.log(p[token]))
+    return np.array(result)
+
+
+@pytest.fixture(scope="session")
+def reference_model(model_path: Callable[..., Path]) -> Callable[..., Any]:
+    """Load a model with the attention that transformers ships."""
+
+    def get(kind: str = "llama", seed: int = 0) -> Any:
+        return AutoModelForCausalLM.from_pretrained(model_path(kind, seed), dtype=torch.float32).eval()
+
+    return get

@@ -1,0 +1,121 @@
+"""Turns drawn tokens into answers: accepts drafts, finds where rows end, keeps the books."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.rollout.engine import Completion
+from actors.rollout.pass_planner import Pass
+from actors.rollout.row_pool import RowPool
+from actors.rollout.verification import accepted_counts
+
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Emission:
+    """What one pass emits.
+
+    Attributes:
+        emitted: int64[d], tokens that each drawing row emits, up to and including the one that ends it.
+        accepted: int64[d], draft tokens among them.
+        stopped, failed: bool[d], rows that ended with a stop token or text; rows whose next token is not computable.
+    """
+
+    def __init__(
+        self, pool: RowPool, work: Pass, drawn: Int64Array, logprobs: npt.NDArray[np.float32], version: int
+    ) -> None:
+        """Append the tokens to their rows.
+
+        Args:
+            pool: The rows.
+            work: The pass.
+            drawn: int64[len(work.logit_index)], one token per draw.
+            logprobs: float32 of the same length; not finite where the logits were not.
+            version: Version of the weights.
+        """
+        table, rows = pool.table, work.drawing
+        self._pool, self._rows, self._version = pool, rows, version
+        counts = work.draft_lengths + 1
+        steps = np.arange(int(counts.max()))
+        real = steps < counts[:, None]
+        tokens = np.full(real.shape, -1, np.int64)
+        scores = np.zeros(real.shape, np.float32)
+        tokens[real], scores[real] = drawn, logprobs
+        accepted = accepted_counts(tokens, work.drafts, work.draft_lengths)
+        self.emitted, self.stopped, self.failed = _cut(tokens, scores, table.stop_ids[rows], accepted + 1)
+        self._append(tokens, scores)
+        if table.watched[rows].any():
+            self._cut_at_texts()
+        self.accepted = np.minimum(accepted, self.emitted)
+        table.cached[rows] = table.length[rows] - 1
+        some = self.emitted > 0
+        now = time.time()
+        for i in rows[some & (table.passes[rows] == 0)].tolist():
+            table[i].first_token = now
+        table.passes[rows] += some
+        table.drafted[rows] += work.draft_lengths
+        table.accepted[rows] += self.accepted
+
+    def release_ended(self) -> list[Completion]:
+        """Take the rows that ended out of the pool and return their completions."""
+        table, rows = self._pool.table, self._rows
+        over = table.length[rows] >= table.limit[rows]
+        finished = []
+        for j in np.flatnonzero(self.stopped | self.failed | over).tolist():
+            index = int(rows[j])
+            if self.failed[j]:
+                error = f"the logits of the next token are not finite (weights version {self._version})"
+                finished.append(self._pool.completion(index, "error", error=error))
+                self._pool.discard_state(index)
+            else:
+                finished.append(self._pool.completion(index, "stop" if self.stopped[j] else "length"))
+            self._pool.release(index)
+        return finished
+
+    def _append(self, tokens: Int64Array, scores: npt.NDArray[np.float32]) -> None:
+        table, rows = self._pool.table, self._rows
+        turned = (table.version[rows] != self._version) & (self.emitted > 0)
+        if turned.any():
+            table.mark(rows[turned], self._version)
+        table.reserve(int((table.length[rows] + self.emitted).max()))
+        steps = np.arange(tokens.shape[1])
+        inside = steps < self.emitted[:, None]
+        lines = np.repeat(rows, self.emitted)
+        columns = (table.length[rows][:, None] + steps)[inside]
+        table.tokens[lines, columns] = tokens[inside]
+        table.logprobs[lines, columns] = scores[inside]
+        table.length[rows] += self.emitted
+
+    def _cut_at_texts(self) -> None:
+        """End rows behind the token that completes one of their stop strings."""
+        table = self._pool.table
+        for j in np.flatnonzero(table.watched[self._rows] & (self.emitted > 0)).tolist():
+            index = int(self._rows[j])
+            row = table[index]
+            answer = table.answer(index)
+            fresh = len(answer) - int(self.emitted[j])
+            end = row.stops.first_completion(answer, row.stops_from, fresh) if row.stops else None
+            if end is not None:
+                self.emitted[j] = end + 1 - fresh
+                table.length[index] = table.prompt[index] + end + 1
+                self.stopped[j], self.failed[j] = True, False
+
+
+def _cut(
+    tokens: Int64Array, scores: npt.NDArray[np.float32], stop_ids: Int64Array, emitted: Int64Array
+) -> tuple[Int64Array, BoolArray, BoolArray]:
+    """Cut what rows emit behind their first stop id, and before their first token that could not be computed."""
+    inside = np.arange(tokens.shape[1]) < emitted[:, None]
+    stopping = (tokens[:, :, None] == stop_ids[:, None, :]).any(axis=2) & inside
+    stopped = np.asarray(stopping.any(axis=1))
+    emitted = np.where(stopped, stopping.argmax(axis=1) + 1, emitted)
+    broken = ~np.isfinite(scores) & (np.arange(tokens.shape[1]) < emitted[:, None])
+    failed = np.asarray(broken.any(axis=1))
+    if failed.any():
+        stopped &= ~failed
+        emitted = np.where(failed, broken.argmax(axis=1), emitted)
+    return emitted, stopped, failed
