@@ -28,7 +28,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An objective with every constant decided.
+    """An objective with every constant decided; which groups it asks for is ``AlgorithmOptions.filters_zero_variance``.
 
     Attributes:
         name: As in the options.
@@ -39,7 +39,6 @@ class Algorithm:
         aggregation: How token losses become one number, see ``losses.aggregate``.
         advantage: How rewards become advantages, see ``advantages.group_advantages``.
         behaviour_cap: Cap of the behaviour weight; None exactly where the anchor is the behaviour policy.
-        dynamic_sampling: Whether groups with equal rewards are replaced by fresh prompts.
         kl_coefficient: Weight of the KL term towards the reference; 0 is off.
         kl_estimator: Estimator of that term per token.
     """
@@ -52,7 +51,6 @@ class Algorithm:
     aggregation: Aggregation
     advantage: AdvantageKind = "group_std"
     behaviour_cap: float | None = None
-    dynamic_sampling: bool = False
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k3"
 
@@ -62,7 +60,7 @@ class Algorithm:
 DEFAULTS: dict[str, Algorithm] = {
     "grpo": Algorithm(name="grpo", anchor="behaviour", aggregation="sequence"),
     "dr_grpo": Algorithm(name="dr_grpo", anchor="behaviour", aggregation="constant", advantage="group_mean"),
-    "dapo": Algorithm(name="dapo", anchor="behaviour", aggregation="token", clip_high=0.28, dynamic_sampling=True),
+    "dapo": Algorithm(name="dapo", anchor="behaviour", aggregation="token", clip_high=0.28),
     "decoupled_ppo": Algorithm(name="decoupled_ppo", anchor="proximal", aggregation="token", behaviour_cap=5.0),
     "tis": Algorithm(name="tis", anchor="proximal", aggregation="token", behaviour_cap=2.0),
 }
@@ -90,7 +88,6 @@ def resolve_algorithm(options: AlgorithmOptions) -> Algorithm:
         aggregation=options.aggregation or default.aggregation,
         advantage=options.advantage or default.advantage,
         behaviour_cap=options.behaviour_cap or default.behaviour_cap,
-        dynamic_sampling=_given(options.dynamic_sampling, default.dynamic_sampling),
         kl_coefficient=options.kl.coefficient,
         kl_estimator=options.kl.estimator,
     )

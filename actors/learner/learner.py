@@ -305,12 +305,7 @@ class Learner:
 
 
 def _recompute_activations(model: Any) -> None:
-    """Turn gradient checkpointing on; it lives in training mode, where no dropout may act."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    """Turn gradient checkpointing on; it lives in training mode, which is harmless: dropout was removed at loading."""
     # transformers 5 renamed the method on the way
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

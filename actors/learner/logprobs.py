@@ -46,7 +46,7 @@ def truncate_logits(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
     if top_p < 1:
         ordered = logits.detach().sort(dim=-1, descending=True).values
         probabilities = ordered.softmax(dim=-1)
-        needed = probabilities.cumsum(dim=-1) - probabilities < top_p
+        needed = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities < top_p
         last = needed.sum(dim=-1, keepdim=True).clamp(min=1) - 1
         logits = logits.masked_fill(logits < ordered.gather(-1, last), -torch.inf)
     return logits

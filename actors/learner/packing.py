@@ -22,7 +22,7 @@ from torch import Tensor
 from storage.records import Float32Array, GroupKey, Int32Array
 
 # Fixed cost of one more micro-batch (kernel launches, autograd, the optimiser's gradient additions) in tokens of work.
-_OVERHEAD_TOKENS = 512
+_OVERHEAD_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,27 +6,25 @@ from storage.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("name", "anchor", "clip", "aggregation", "advantage", "cap", "dynamic"),
+    ("name", "anchor", "clip", "aggregation", "advantage", "cap"),
     [
-        ("grpo", "behaviour", (0.2, 0.2), "sequence", "group_std", None, False),
-        ("dr_grpo", "behaviour", (0.2, 0.2), "constant", "group_mean", None, False),
-        ("dapo", "behaviour", (0.2, 0.28), "token", "group_std", None, True),
-        ("decoupled_ppo", "proximal", (0.2, 0.2), "token", "group_std", 5.0, False),
-        ("tis", "proximal", (0.2, 0.2), "token", "group_std", 2.0, False),
+        ("grpo", "behaviour", (0.2, 0.2), "sequence", "group_std", None),
+        ("dr_grpo", "behaviour", (0.2, 0.2), "constant", "group_mean", None),
+        ("dapo", "behaviour", (0.2, 0.28), "token", "group_std", None),
+        ("decoupled_ppo", "proximal", (0.2, 0.2), "token", "group_std", 5.0),
+        ("tis", "proximal", (0.2, 0.2), "token", "group_std", 2.0),
     ],
 )
-def test_null_fields_take_the_papers_values(name, anchor, clip, aggregation, advantage, cap, dynamic):
+def test_null_fields_take_the_papers_values(name, anchor, clip, aggregation, advantage, cap):
     got = resolve_algorithm(AlgorithmOptions(name=name))
     assert (got.anchor, got.aggregation, got.advantage) == (anchor, aggregation, advantage)
     assert (got.clip_low, got.clip_high) == clip
-    assert (got.behaviour_cap, got.dynamic_sampling) == (cap, dynamic)
+    assert got.behaviour_cap == cap
 
 
 def test_given_fields_win():
-    got = resolve_algorithm(
-        AlgorithmOptions(name="dapo", clip_high=0.5, aggregation="sequence", dynamic_sampling=False, dual_clip=3.0)
-    )
-    assert (got.clip_high, got.aggregation, got.dynamic_sampling, got.dual_clip) == (0.5, "sequence", False, 3.0)
+    got = resolve_algorithm(AlgorithmOptions(name="dapo", clip_high=0.5, aggregation="sequence", dual_clip=3.0))
+    assert (got.clip_high, got.aggregation, got.dual_clip) == (0.5, "sequence", 3.0)
 
 
 def test_behaviour_weight_on_top_of_a_behaviour_ratio_is_refused():
