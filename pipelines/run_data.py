@@ -97,7 +97,7 @@ def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> Ru
     Raises:
         UserError: Bad data; names file, row or column, and what to do.
     """
-    from storage.datasets import build_prompts, load_rows
+    from storage.datasets import Rows, build_prompts, load_rows
     from storage.models import context_length, eos_token_ids, load_tokenizer
     from storage.rendering import Renderer
 
@@ -107,8 +107,7 @@ def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> Ru
     context = context_length(model_path)
     column = config.data.prompt_column
 
-    def prompts(source: str, count: int, seed: int, exclude: frozenset[str]) -> tuple[Prompt, ...]:
-        rows = load_rows(source, count=count, seed=seed, prompt_column=column, exclude=exclude)
+    def prompts(rows: Rows) -> tuple[Prompt, ...]:
         return tuple(
             build_prompts(
                 rows,
@@ -120,10 +119,19 @@ def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> Ru
             )
         )
 
-    trained = prompts(config.data.train, config.data.prompts, config.data.seed, frozenset())
-    seen = frozenset(prompt.text for prompt in trained)
+    training_rows = load_rows(config.data.train, count=config.data.prompts, seed=config.data.seed, prompt_column=column)
+    trained = prompts(training_rows)
+    seen = training_rows.prompt_texts(column)
     held_out = {
-        name: prompts(source, config.evaluation.prompts, config.evaluation.seed, seen)
+        name: prompts(
+            load_rows(
+                source,
+                count=config.evaluation.prompts,
+                seed=config.evaluation.seed,
+                prompt_column=column,
+                exclude=seen,
+            )
+        )
         for name, source in config.evaluation.sets.items()
     }
     longest = max(len(prompt.token_ids) for group in (trained, *held_out.values()) for prompt in group)

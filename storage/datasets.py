@@ -296,7 +296,7 @@ def _gym_rows(source: str, count: int, seed: int, exclude: frozenset[str]) -> It
         if item["question"] in seen:
             continue
         seen.add(item["question"])
-        entry = json.dumps(item, ensure_ascii=False, default=str)
+        entry = json.dumps(item, ensure_ascii=False)
         yield Row(number, 0, {"prompt": item["question"], "answer": item["answer"], "task": name, "entry": entry})
         number += 1
         if number == count:
