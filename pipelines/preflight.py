@@ -68,7 +68,7 @@ def inspect_run(config: Config) -> Preflight:
         UserError: With all problems found by the first stage that finds any.
     """
     check_run(config)
-    path = _present_model(config)
+    path = _present(config)
     shape = _shape(config)
     notes = []
     data: RunData | None = None
@@ -181,12 +181,6 @@ def _check_directory(config: Config) -> Iterator[str]:
         yield f"{problem}: {error.strerror}; choose another place"
 
 
-def _present_model(config: Config) -> Path | None:
-    """Return the model's directory if it is on this machine already; nothing is fetched or built."""
-    path = Path(config.model.path).expanduser()
-    return path if (path / "config.json").is_file() else None
-
-
 def _machine(config: Config) -> Machine | None:
     if config.cluster.address or os.environ.get("RAY_ADDRESS"):
         return None
@@ -197,16 +191,26 @@ def _estimate(config: Config, machine: Machine, shape: ModelShape | None, max_le
     return MemoryEstimate.of(config, shape, max_length, gpus=machine.gpus or 0) if shape else None
 
 
+def _present(config: Config) -> Path | None:
+    from storage.models import present_model
+
+    return present_model(config.model)
+
+
 def _shape(config: Config) -> ModelShape | None:
-    path = _present_model(config)
+    path = _present(config)
     return ModelShape.read(path) if path else None
 
 
 def _count_rows(config: Config) -> int:
+    """Read every row without a tokenizer; returns the number of training rows."""
     from storage.datasets import load_rows
 
     column = config.data.prompt_column
-    for source in config.evaluation.sets.values():
-        load_rows(source, count=config.evaluation.prompts, seed=config.evaluation.seed, prompt_column=column)
     rows = load_rows(config.data.train, count=config.data.prompts, seed=config.data.seed, prompt_column=column)
+    seen = rows.prompt_texts(column)
+    for source in config.evaluation.sets.values():
+        load_rows(
+            source, count=config.evaluation.prompts, seed=config.evaluation.seed, prompt_column=column, exclude=seen
+        )
     return len(rows)
