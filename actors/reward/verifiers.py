@@ -83,8 +83,8 @@ def reasoning_gym(completions: list[str], task: list[str], entry: list[Any]) -> 
     """Score of reasoning-gym's own verifier for the data set named in column ``task``.
 
     ``entry`` is the generated item, as JSON text or as a mapping. The answer is the content of the last
-    ``<answer></answer>``, else the completion's final answer as :func:`exact` reads it, else its last line, else the
-    last number in it: the best score of these counts.
+    ``<answer></answer>``. Without that tag, the whole completion, its final answer as :func:`exact` reads it, its last
+    line and the last number in it are tried, and the best score counts. One that the verifier cannot read is 0.
     """
     return [_reasoning_gym(*row) for row in zip(completions, task, entry, strict=True)]
 
@@ -220,23 +220,60 @@ def _math_verify(completion: str, answer: Any) -> float | None:
 
 
 @functools.cache
-def _reasoning_gym_scorer(task: str) -> Callable[[str, Any], float]:
+def _gym_scorer(task: str) -> Callable[[str, Any], float]:
     scorer: Callable[[str, Any], float] = importlib.import_module("reasoning_gym").get_score_answer_fn(task)
     return scorer
 
 
+@functools.lru_cache(maxsize=4096)
+def _gym_item(task: str, entry: str) -> dict[str, Any]:
+    """Read an item, in the variant under which its own answer scores best.
+
+    Some verifiers compare with tuples, which JSON has made into lists. Raises ``ValueError`` when the verifier fails
+    on the item's own answer; after that, an exception can only be the doing of the completion.
+    """
+    plain: dict[str, Any] = json.loads(entry)
+    scorer = _gym_scorer(task)
+    if plain.get("answer") is None:
+        return plain
+    scored: list[tuple[float, dict[str, Any]]] = []
+    for item in (plain, _with_tuples(plain)):
+        try:
+            scored.append((float(scorer(plain["answer"], item)), item))
+        except Exception as error:
+            failure = error
+    if not scored:
+        raise ValueError(f"the verifier of {task} fails on its own answer {plain['answer']!r:.100}") from failure
+    return max(scored, key=lambda pair: pair[0])[1]
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(_with_tuples(item) for item in value) if isinstance(value, list) else value
+
+
 def _reasoning_gym(completion: str, task: str, entry: Any) -> float:
-    item = json.loads(entry) if isinstance(entry, str) else entry
-    scorer = _reasoning_gym_scorer(task)
+    scorer = _gym_scorer(task)
+    item = _gym_item(task, entry if isinstance(entry, str) else json.dumps(entry))
     tagged = _ANSWER_TAG.findall(completion)
     if tagged:
         candidates = [tagged[-1].strip()]
     else:
         text = completion.strip()
-        numbers = _NUMBER.findall(text)
-        candidates = [final_answer(text), text.rpartition("\n")[2].strip(), *numbers[-1:]]
-    scores = [float(scorer(candidate, item)) for candidate in dict.fromkeys(candidates) if candidate]
-    return max((score for score in scores if math.isfinite(score)), default=0.0)
+        number = _last(_NUMBER, text)
+        candidates = [text, final_answer(text), text.rpartition("\n")[2].strip(), number.group() if number else ""]
+    return max(
+        (_gym_score(scorer, candidate, item) for candidate in dict.fromkeys(candidates) if candidate), default=0.0
+    )
+
+
+def _gym_score(scorer: Callable[[str, Any], float], candidate: str, item: dict[str, Any]) -> float:
+    try:
+        score = float(scorer(candidate, item))
+    except Exception:
+        return 0.0  # unreadable for this verifier, see _gym_item
+    return score if math.isfinite(score) else 0.0
 
 
 BUILTINS: dict[str, Builtin] = {

@@ -1,9 +1,10 @@
+import json
 from fractions import Fraction
 
 import pytest
 
 from actors.reward import verifiers
-from actors.reward.verifiers import exact, last_number, math_verify, numeric, partial_credit
+from actors.reward.verifiers import exact, last_number, math_verify, numeric, partial_credit, reasoning_gym
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,40 @@ def test_math_verify_refuses_a_reference_that_is_no_mathematics(monkeypatch):
     monkeypatch.setattr(verifiers, "_math_verify_api", lambda: (lambda text: [], lambda reference, found: True))
     with pytest.raises(ValueError, match="cannot be read as mathematics: '#!'"):
         math_verify(["12"], ["#!"])
+
+
+def _gym(task, **settings):
+    gym = pytest.importorskip("reasoning_gym")
+    item = next(iter(gym.create_dataset(task, size=1, seed=3, **settings)))
+    return item["answer"], json.dumps(item)
+
+
+def test_reasoning_gym_finds_the_answer_in_the_completion():
+    answer, entry = _gym("basic_arithmetic")
+    completions = [
+        answer,
+        f"First I think 7.\n<answer> {answer} </answer> and talk on 8",
+        f"so the sum is = {answer}.",
+        f"It is {answer}, I am sure",
+        f"<answer>{answer}1</answer> {answer}",
+        "no idea",
+        "",
+    ]
+    scores = reasoning_gym(completions, ["basic_arithmetic"] * 7, [entry] * 7)
+    assert scores[:4] == [1.0] * 4
+    assert all(score < 1.0 for score in scores[4:])
+
+
+def test_reasoning_gym_items_keep_their_meaning_through_json():
+    answer, entry = _gym("arc_agi")  # its verifier compares with tuples
+    assert reasoning_gym([answer, "1 2"], ["arc_agi"] * 2, [entry] * 2)[0] == 1.0
+
+
+def test_reasoning_gym_blames_the_completion_only_when_its_own_answer_can_be_read():
+    _, entry = _gym("prime_factorization")
+    assert reasoning_gym(["xyzzy"], ["prime_factorization"], [entry]) == [0.0]
+    broken = json.dumps({**json.loads(entry), "answer": "xyzzy"})
+    with pytest.raises(ValueError, match="the verifier of prime_factorization fails on its own answer"):
+        reasoning_gym(["xyzzy"], ["prime_factorization"], [broken])
+    with pytest.raises(ValueError, match="not registered"):
+        reasoning_gym(["xyzzy"], ["no_such_task"], [entry])
