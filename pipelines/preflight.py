@@ -97,7 +97,7 @@ def inspect_run(config: Config) -> Preflight:
     else:
         estimate = _estimate(config, machine, shape, max_length)
         _raise(machine_problems(config, machine, estimate))
-        warnings += machine_doubts(config, machine)
+        warnings += machine_doubts(config, machine, estimate)
     longest = None
     if data is not None:
         longest = max(len(p.token_ids) for group in (data.train, *data.evaluation.values()) for p in group)

@@ -71,7 +71,7 @@ class MemoryEstimate:
         engine: Two copies of the weights (active and incoming) in each rollout worker; 0 on a GPU.
         kv_cache: Slots of all rollout workers at their longest; 0 on a GPU.
         learner: Weights, gradients, Adam moments, and the reference model if there is one; 0 on a GPU.
-        snapshot: Published weights in the object store.
+        snapshot: Published weights in the object store: the current ones and the next.
         processes: Interpreters, libraries and Ray.
         checkpoint: Size of one checkpoint on disk (not memory).
     """
@@ -169,15 +169,21 @@ def machine_problems(config: Config, machine: Machine, estimate: MemoryEstimate 
     return problems
 
 
-def machine_doubts(config: Config, machine: Machine) -> list[str]:
+def machine_doubts(config: Config, machine: Machine, estimate: MemoryEstimate | None) -> list[str]:
     """Return what will run slowly on this machine, one sentence each."""
+    doubts = []
     threads = config.rollout.workers * max(1, config.rollout.threads)
     if threads > machine.cores and config.rollout.pacing.profile == "off":
-        return [
+        doubts.append(
             f"rollout.workers={config.rollout.workers} with {max(1, config.rollout.threads)} threads each share "
             f"{machine.cores} cores: they slow one another down"
-        ]
-    return []
+        )
+    if estimate is not None and estimate.snapshot > config.cluster.object_store_mb * 2**20:
+        doubts.append(
+            f"cluster.object_store_mb={config.cluster.object_store_mb} is less than two snapshots of the weights take "
+            f"({math.ceil(estimate.snapshot / 2**20)} MB): Ray will spill them to disk at each step; raise it"
+        )
+    return doubts
 
 
 def _gpu_problems(config: Config, machine: Machine) -> list[str]:

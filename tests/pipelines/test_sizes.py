@@ -146,9 +146,18 @@ def test_gpus_are_asked_for_by_device_or_number() -> None:
 
 def test_sharing_cores_is_doubtful_unless_paced() -> None:
     two = Machine(cores=2, memory=10**12, gpus=None)
-    assert "they slow one another down" in machine_doubts(config(rollout={"workers": 4}), two)[0]
-    assert machine_doubts(config(rollout={"workers": 4, "pacing": {"profile": "middle"}}), two) == []
-    assert machine_doubts(config(rollout={"workers": 2}), two) == []
+    assert "they slow one another down" in machine_doubts(config(rollout={"workers": 4}), two, None)[0]
+    assert machine_doubts(config(rollout={"workers": 4, "pacing": {"profile": "middle"}}), two, None) == []
+    assert machine_doubts(config(rollout={"workers": 2}), two, None) == []
+
+
+def test_object_store_smaller_than_two_snapshots_is_doubtful() -> None:
+    shape = ModelShape(parameters=64 * 2**20, layers=1, kv_heads=1, head_dim=1)
+    wanted = config(cluster={"object_store_mb": 511})
+    [doubt] = machine_doubts(wanted, PLENTY, MemoryEstimate.of(wanted, shape, 10))
+    assert "cluster.object_store_mb=511 is less than two snapshots of the weights take (512 MB)" in doubt
+    enough = config(cluster={"object_store_mb": 512})
+    assert machine_doubts(enough, PLENTY, MemoryEstimate.of(enough, shape, 10)) == []
 
 
 def test_machine_is_measured() -> None:
