@@ -89,14 +89,14 @@ class PackedModel:
     @classmethod
     def load(cls, path: str | Path, dtype: str, device: str) -> PackedModel:
         """Load a local model directory; raises ``UserError`` for a model that the engine cannot run."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        check_runnable(AutoConfig.from_pretrained(path))
+        from storage.models import load_policy
+
+        # Consent to code that comes with a model was asked for when it was fetched.
+        check_runnable(AutoConfig.from_pretrained(path, trust_remote_code=True))
         register()
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, local_files_only=True
-        )
-        loaded = cls(model.to(device).eval())
+        loaded = cls(load_policy(path, dtype=dtype, device=device, attention=ATTENTION_NAME))
         loaded.check()
         return loaded
 

@@ -1,0 +1,142 @@
+"""Runs benchmarks: registry, options, table, JSON.
+
+A benchmark is a module with ``OPTIONS`` (name to default value) and ``run(options) -> BenchResult``, imported only
+when it is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from storage.errors import UserError
+
+OptionValue = int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """What a benchmark found.
+
+    Attributes:
+        name: Its name in the registry.
+        columns: Heads of the table.
+        rows: Cells of the table, as text.
+        figures: The numbers that others quote, by the names that they use.
+        notes: What a reader must know to judge the figures.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    figures: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """An entry of the registry: where the benchmark lives, and a line that says what it measures."""
+
+    module: str
+    summary: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+BENCHES: dict[str, Bench] = {
+    "engine": Bench(
+        "pipelines.bench.engine",
+        "Tokens per second of the rollout engine over transformers.generate.",
+        {
+            "models": "models to measure, separated by commas",
+            "prompts": "different prompts",
+            "samples": "answers written in each round, all at once; a multiple of prompts",
+            "rounds": "rounds of each side, taken in turns",
+            "max_tokens": "longest answer",
+            "threads": "torch threads of both sides; 0 for all cores",
+        },
+    ),
+}
+
+
+def run_bench(name: str | None, json_path: Path | None, options: Sequence[str]) -> None:
+    """Run a benchmark and print its table, or list all benchmarks when ``name`` is ``None``.
+
+    Args:
+        name: Name in the registry.
+        json_path: Where to write the figures as one flat JSON object.
+        options: ``NAME=VALUE`` texts.
+
+    Raises:
+        UserError: Unknown benchmark or option, a value of the wrong kind, or a JSON path without a folder.
+    """
+    console = Console()
+    if name is None:
+        listing = Table("benchmark", "measures", "options", box=None, pad_edge=False)
+        for key, entry in BENCHES.items():
+            listing.add_row(key, entry.summary, ", ".join(entry.options))
+        console.print(listing)
+        return
+    bench = BENCHES.get(name)
+    if bench is None:
+        raise UserError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHES)}")
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise UserError(f"--json {json_path}: the folder does not exist")
+    module = importlib.import_module(bench.module)
+    result: BenchResult = module.run(parse_options(name, options, module.OPTIONS))
+    show(result, console)
+    if json_path is not None:
+        json_path.write_text(json.dumps(dict(result.figures), indent=2) + "\n", encoding="utf-8")
+
+
+def parse_options(name: str, texts: Sequence[str], defaults: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """Read ``NAME=VALUE`` texts into the types that ``defaults`` have; raises ``UserError`` for what does not fit."""
+    values = dict(defaults)
+    help_texts = BENCHES[name].options
+    known = "; ".join(f"{key} ({help_texts[key]}; default {default})" for key, default in defaults.items())
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or key not in defaults:
+            raise UserError(f"benchmark {name} has no option {text!r}; it has: {known}")
+        try:
+            values[key] = type(defaults[key])(value)
+        except ValueError:
+            kind = {int: "a whole number", float: "a number"}[type(defaults[key])]
+            raise UserError(f"benchmark {name}: option {key} must be {kind}, not {value!r}") from None
+    return values
+
+
+def show(result: BenchResult, console: Console) -> None:
+    """Print a result: table, figures, notes and the environment it was measured in."""
+    table = Table(*result.columns, title=f"bench {result.name}", title_justify="left")
+    for row in result.rows:
+        table.add_row(*row)
+    console.print(table)
+    for key, value in result.figures.items():
+        console.print(f"{key} = {value:.4g}", highlight=False)
+    for line in (*result.notes, *environment()):
+        console.print(line, style="dim", highlight=False)
+
+
+def environment() -> tuple[str, ...]:
+    """Lines that say on what machine and with which versions something was measured."""
+    versions = []
+    for package in ("torch", "transformers", "ray", "numpy"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} missing")
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        f"{cores} cores ({platform.machine()}, {platform.system()}), load {load}",
+        f"python {platform.python_version()}, {', '.join(versions)}",
+    )
