@@ -62,9 +62,8 @@ def partial_credit(
 ) -> Rewards:
     """Credit for the part of the way that is right, so that a weak policy has something to climb.
 
-    A row gets half its reward for the
-    share of ``solution`` (a worked answer) that the completion starts with, character by character, and half for an
-    answer that is :func:`exact`; without ``solution`` it is ``exact`` alone.
+    Half the reward is the share of ``solution`` (a worked answer) that the completion starts with, character by
+    character; the other half is an answer that is :func:`exact`. A row without ``solution`` gets ``exact`` alone.
     """
     solutions = solution or [None] * len(completions)
     return [_partial(*row) for row in zip(completions, answer, solutions, strict=True)]

@@ -87,6 +87,14 @@ def test_partial_credit_grows_with_the_correct_beginning():
     assert partial_credit(["=12", "=13"], ["12"] * 2) == [1.0, 0.0]
 
 
+def test_partial_credit_of_a_walk_that_is_checked_again():
+    walk = "2c1d1e31c4d4e6"
+    completions = [f"{walk}={6}", f"{walk}?{walk}=6", f"{walk}=", f"{walk[:7]}1c1d1e3=3"]
+    scores = partial_credit(completions, ["6"] * 4, [walk] * 4)
+    assert scores[:3] == [1.0, 1.0, 0.5]
+    assert scores[3] == pytest.approx(0.5 * 9 / 14)
+
+
 def test_math_verify_sees_equal_expressions():
     pytest.importorskip("math_verify")
     answers = [r"\frac{1}{2}", "0.5", "$x^2+2x+1$", "12", r"\frac{1}{2}"]
