@@ -41,6 +41,14 @@ class _Dumper(yaml.SafeDumper):
     pass
 
 
+def _write_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # These count as line breaks in YAML 1.1, and only double quotes escape them.
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _write_text)
+
 for _class in (_Loader, _Dumper):
     _class.yaml_implicit_resolvers = {}
     for _tag, _pattern, _first in _RESOLVERS:
