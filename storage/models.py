@@ -128,8 +128,11 @@ def load_policy(path: str | Path, dtype: str = "float32", device: str = "cpu", a
         UserError: The weights cannot be read or do not fit the configuration.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # roles have no terminal
     code = _has_code(Path(path))
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=code)
@@ -143,7 +146,7 @@ def load_policy(path: str | Path, dtype: str = "float32", device: str = "cpu", a
             output_loading_info=True,
             **extra,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"{path}: its weights cannot be loaded ({_first_line(error)}); fetch or save the model again"
         ) from error

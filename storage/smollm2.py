@@ -7,6 +7,7 @@ The package itself is never imported, because that would need llama-cpp.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def convert(directory: Path, progress: Callable[[str], None]) -> None:
     """Write weights (float32 safetensors), configuration and tokenizer into ``directory``.
 
     Raises:
-        UserError: The package is missing.
+        UserError: The package is missing, or the disk is full.
     """
     from gguf import GGUFReader
     from safetensors.numpy import save_file
@@ -76,6 +77,12 @@ def convert(directory: Path, progress: Callable[[str], None]) -> None:
     reader = GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = dict(_tensors(reader, fields))
+    size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(directory).free
+    if free < size:
+        raise UserError(
+            f"model.path=smollm2 needs {size / 1e6:.0f} MB in {directory.parent}, {free / 1e6:.0f} MB are free: free "
+            "space there, or set SLIPSTREAM_CACHE to another folder"
+        )
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     _write_config(directory, fields, tied="lm_head.weight" not in tensors)
     _write_tokenizer(directory, fields)
