@@ -13,6 +13,9 @@ from storage.records import Int32Array
 
 Message = Mapping[str, str]
 
+_MOST_UNKNOWN = 0.1
+"""Share of unknown tokens in a prompt that passes: a stray character does, text of another alphabet does not."""
+
 
 class Renderer:
     """Applies a model's chat template, or takes text as it is, and tokenises it with exactly one BOS."""
@@ -46,6 +49,7 @@ class Renderer:
         self._chat_template = chat_template
         self._system_prompt = system_prompt
         self._bos: int | None = tokenizer.bos_token_id
+        self._unknown: int | None = tokenizer.unk_token_id
 
     def render(self, prompt: str | Sequence[Message]) -> tuple[str, Int32Array]:
         """Return the text that the model is shown, and its tokens.
@@ -58,10 +62,17 @@ class Renderer:
             whoever put it there; without BOS for a tokenizer that has none. Never an EOS that the text lacks.
 
         Raises:
-            UserError: ``prompt`` has another type, or the template cannot render it.
+            UserError: ``prompt`` has another type, the template cannot render it, or the tokenizer does not know more
+                than a tenth of its tokens.
         """
         text = self._text(prompt)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        unknown = 0 if self._unknown is None else ids.count(self._unknown)
+        if unknown > _MOST_UNKNOWN * len(ids):
+            raise UserError(
+                f"the model's tokenizer does not know {unknown} of its {len(ids)} tokens: use a model that was made "
+                "for such text"
+            )
         if self._bos is not None:
             start = next((i for i, token in enumerate(ids) if token != self._bos), len(ids))
             ids = [self._bos, *ids[start:]]

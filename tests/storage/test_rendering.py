@@ -133,6 +133,15 @@ def test_system_message_of_the_data_and_a_system_prompt_exclude_each_other():
         renderer.render([{"role": "system", "content": "Long."}, *MESSAGES])
 
 
+def test_text_that_the_tokenizer_does_not_know_is_refused():
+    made = tokenizer()
+    made.unk_token = "<pad>"
+    renderer = Renderer(made, chat_template=None)
+    assert len(renderer.render("one stray letter \N{GREEK SMALL LETTER PI}")[1]) == 1 + 18
+    with pytest.raises(UserError, match="does not know 2 of its 6 tokens"):
+        renderer.render("2\N{GREEK SMALL LETTER PI}r=\N{GREEK SMALL LETTER PI}1")
+
+
 def test_decoding_drops_special_tokens():
     renderer = Renderer(tokenizer(), chat_template=None)
     answer = np.array([BOS, *ids("1 + 1 ,\n= 2"), EOS], np.int32)
