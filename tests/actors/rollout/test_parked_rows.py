@@ -58,6 +58,23 @@ def test_tokens_put_behind_a_parked_answer_are_all_that_is_prefilled(engine_of):
     assert tokens_of(done) == tokens_of(finish(engine_of(), [again])[1])
 
 
+def test_parked_rows_that_stand_in_the_way_of_running_ones_change_places_unharmed(engine_of):
+    requests = [request(i, (*PROMPT[:-1], i), max_tokens=20) for i in range(1, 5)]
+    whole = {i: tokens_of(c) for i, c in finish(engine_of(), requests).items()}
+    engine = engine_of()
+    stats = watched(engine)
+    engine.submit(requests)
+    for _ in range(6):
+        engine.step()
+    partial = {c.request_id: c for c in engine.abort([1, 3], keep_state=True)}
+    for _ in range(3):
+        engine.step()
+    before = sum(s.prefill_tokens for s in stats)
+    done = finish(engine, [resubmit(partial[i], (*PROMPT[:-1], i)) for i in (3, 1)])
+    assert {i: tokens_of(c) for i, c in done.items()} == whole
+    assert sum(s.prefill_tokens for s in stats) == before
+
+
 def test_only_the_named_requests_are_aborted_and_waiting_ones_return_their_prefix(engine_of):
     engine = engine_of(max_rows=2)
     whole = tokens_of(finish(engine_of(), [request(2, max_tokens=9)])[2])

@@ -36,6 +36,14 @@ def test_a_request_gets_the_same_answer_whatever_the_batch(rows, engine_of):
         np.testing.assert_allclose(logprobs_of(together[request_id]), logprobs_of(completion), atol=1e-4)
 
 
+def test_rows_of_very_different_lengths_in_a_large_batch_do_not_disturb_each_other(engine_of):
+    requests = [request(i, [(i + j) % 50 for j in range(1 + i * 3 % 61)], max_tokens=4) for i in range(40)]
+    requests.sort(key=lambda r: len(r.prompt_ids))
+    large = finish(engine_of(max_rows=40, max_length=100), requests)
+    small = finish(engine_of(max_rows=3, max_length=100), requests)
+    assert {i: tokens_of(c) for i, c in large.items()} == {i: tokens_of(c) for i, c in small.items()}
+
+
 def test_another_run_seed_or_request_id_gives_another_answer(engine_of):
     first = tokens_of(finish(engine_of(run_seed=3), [request(1, max_tokens=20)])[1])
     assert tokens_of(finish(engine_of(run_seed=4), [request(1, max_tokens=20)])[1]) != first
@@ -220,10 +228,10 @@ def test_a_row_with_non_finite_logits_ends_with_an_error_and_the_others_go_on(tm
     done = finish(
         engine,
         [
-            request(1, (3, 60, 3), max_tokens=12),
+            request(1, (60, *[3] * 9), max_tokens=12),
             request(2, (4, 5, 6), max_tokens=3, top_k=3),
             request(3, (4, 60), max_tokens=5, temperature=0.0),
-            request(4, (7, 8, 9, 10, 11), max_tokens=3, top_k=3),
+            request(4, (7, 8, 9), max_tokens=5, top_k=3),
         ],
     )
     assert done[1].finish_reason == done[3].finish_reason == "error"
