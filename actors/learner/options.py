@@ -23,7 +23,8 @@ class OverlongOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["off", "soft", "mask"] = Field(
-        "off", description="soft: penalty that grows to -1 over the last buffer_tokens; mask: truncated answers leave the loss."
+        "off",
+        description="soft: penalty that grows to -1 over the last buffer_tokens; mask: truncated answers leave the loss.",
     )
     buffer_tokens: int = Field(32, ge=1, description="Width of the soft penalty's ramp. Unit: tokens.")
 
@@ -46,7 +47,9 @@ class AlgorithmOptions(BaseModel):
         None, description="group_std: (r - mean) / (std + 1e-4); group_mean: r - mean; null: by algorithm."
     )
     behaviour_cap: float | None = Field(
-        None, gt=1, description="Upper cap of the behaviour weight pi_proximal / pi_behaviour per token; null: by algorithm."
+        None,
+        gt=1,
+        description="Upper cap of the behaviour weight pi_proximal / pi_behaviour per token; null: by algorithm.",
     )
     dynamic_sampling: bool | None = Field(
         None, description="Replace groups whose rewards are all equal by fresh prompts (DAPO); null: by algorithm."
@@ -69,7 +72,8 @@ class LearnerOptions(BaseModel):
     learning_rate: float = Field(1e-3, gt=0, le=1, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up. Unit: optimiser updates.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after warm-up; linear and cosine fall to min_learning_rate_ratio at the last step."
+        "constant",
+        description="Learning rate after warm-up; linear and cosine fall to min_learning_rate_ratio at the last step.",
     )
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="Final share of the peak learning rate.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
@@ -89,4 +93,6 @@ class LearnerOptions(BaseModel):
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the learner; 0 takes all cores. Unit: threads.")
     num_cpus: float = Field(0.0, ge=0, description="Ray CPUs reserved; 0 for the embedded default. Unit: CPUs.")
     num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved. Unit: GPUs.")
-    deadline_s: float = Field(1800.0, gt=0, description="Longest time one step may take before a stall report. Unit: seconds.")
+    deadline_s: float = Field(
+        1800.0, gt=0, description="Longest time one step may take before a stall report. Unit: seconds."
+    )

@@ -42,7 +42,9 @@ class RolloutOptions(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Precision of the engine's weights; auto is float32 on CPU and bfloat16 on GPU."
     )
-    num_cpus: float = Field(0.0, ge=0, description="Ray CPUs reserved per worker; 0 for the embedded default. Unit: CPUs.")
+    num_cpus: float = Field(
+        0.0, ge=0, description="Ray CPUs reserved per worker; 0 for the embedded default. Unit: CPUs."
+    )
     num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved per worker. Unit: GPUs.")
     stream_interval_s: float = Field(
         0.2, ge=0, le=60, description="Finished samples are handed on in bundles at this interval. Unit: seconds."
