@@ -21,8 +21,9 @@ UInt64Array = npt.NDArray[np.uint64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A, _MIX_B = 0x7FEB352D, 0x846CA68B - (1 << 32)
-# Elements per piece on a CPU: a few hundred kB, so that the dozen passes over a piece stay in the cache.
-_CHUNK = 1 << 16
+# Elements per piece on a CPU: 2 MB, so that the dozen passes over a piece stay in the cache; pieces are few enough
+# for threads to meet rarely (on a shared machine each meeting can cost a time slice).
+_CHUNK = 1 << 19
 # Candidates looked at first for a nucleus; widened until the nucleus is inside.
 _NUCLEUS = 64
 

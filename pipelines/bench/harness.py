@@ -59,7 +59,7 @@ BENCHES: dict[str, Bench] = {
             "models": "models to measure, separated by commas",
             "prompts": "different prompts",
             "samples": "answers written in each round, all at once; a multiple of prompts",
-            "rounds": "rounds of each side, taken in turns",
+            "rounds": "rounds of each side, taken in turns; tiny gets three times as many",
             "max_tokens": "longest answer",
             "threads": "torch threads of both sides; 0 for all cores",
         },
