@@ -77,11 +77,12 @@ class StepPlan:
     _writes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def write_index(self, heads: int, capacity: int) -> torch.Tensor:
-        """int64[heads * n], places of the step's keys in a buffer [slots, heads, capacity, :] as flat vectors."""
+        """int64[n * heads], places of the step's keys in a buffer [slots, heads, capacity, :] as flat vectors."""
         key = (heads, capacity)
         if key not in self._writes:
-            head = torch.arange(heads, device=self.slots.device)[:, None]
-            self._writes[key] = ((self.slots * heads + head) * capacity + self.positions).reshape(-1)
+            head = torch.arange(0, heads * capacity, capacity, device=self.slots.device)
+            start = self.slots * (heads * capacity) + self.positions
+            self._writes[key] = (start[:, None] + head).reshape(-1)
         return self._writes[key]
 
 
@@ -136,27 +137,37 @@ def packed_attention(
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not supported")
     plan = current_plan()
-    heads, dim = query.shape[1], query.shape[3]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    window = plan.windows[int(module.layer_idx)]  # type: ignore[arg-type]
+    return attend(plan, window, query[0].transpose(0, 1), key, value, scale, softcap)[None], None
+
+
+def attend(
+    plan: StepPlan,
+    window: int | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attend as ``plan`` says from queries [n, heads, d] to a layer's buffers; returns [n, heads, d]."""
+    heads, dim = query.shape[1:]
     key_heads = key.shape[1]
     groups = heads // key_heads
-    scale = dim**-0.5 if scaling is None else scaling
-    window = plan.windows[int(module.layer_idx)]  # type: ignore[arg-type]
-    packed = query[0]
     results: list[torch.Tensor] = []
     for block in plan.blocks:
         rows, width = block.positions.shape
         keys, values = key[block.rows, :, : block.reach], value[block.rows, :, : block.reach]
         if block.take is None:
-            q = packed.transpose(0, 1).reshape(rows, key_heads, groups, dim)
+            q = query.reshape(rows, key_heads, groups, dim)
         else:
-            q = packed.index_select(1, block.take).view(key_heads, groups, rows, width, dim)
-            q = q.permute(2, 0, 1, 3, 4).reshape(rows, key_heads, groups * width, dim)
+            q = query.index_select(0, block.take).view(rows, width, key_heads, groups, dim)
+            q = q.permute(0, 2, 3, 1, 4).reshape(rows, key_heads, groups * width, dim)
         if block.fresh and softcap is None and (window is None or window >= block.reach):
             q = q.view(rows, heads, width, dim)
             keys, values = keys[:, :, :width], values[:, :, :width]
-            out = F.scaled_dot_product_attention(
-                q, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1
-            ).view(rows, key_heads, groups * width, dim)
+            out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
         else:
             mask = block.mask(window, groups, q.dtype)
             if softcap is None:
@@ -167,12 +178,10 @@ def packed_attention(
         if block.take is None:
             results.append(out.reshape(rows, heads, dim))
         else:
-            out = out.view(rows, key_heads, groups, width, dim).permute(0, 3, 1, 2, 4)
+            out = out.reshape(rows, key_heads, groups, width, dim).permute(0, 3, 1, 2, 4)
             results.append(out.reshape(rows * width, heads, dim))
     merged = results[0] if len(results) == 1 else torch.cat(results)
-    if plan.put is not None:
-        merged = merged.index_select(0, plan.put)
-    return merged[None], None
+    return merged if plan.put is None else merged.index_select(0, plan.put)
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from actors.rollout.attention import current_plan
+from actors.rollout.attention import StepPlan, current_plan
 
 Snapshot = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -37,16 +37,20 @@ class SlotCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the step's keys and values [1, heads, n, d] to their slots; return the layer's whole buffers."""
-        if layer_idx not in self._keys:
-            self._keys[layer_idx] = self._empty(key_states)
-            self._values[layer_idx] = self._empty(value_states)
-        plan = current_plan()
-        result = []
-        for buffer, states in ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states)):
-            heads, dim = states.shape[1], states.shape[3]
+        return self.write(layer_idx, current_plan(), key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+
+    def write(
+        self, layer: int, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a step's keys and values [n, heads, d] to their slots; return the layer's whole buffers."""
+        if layer not in self._keys:
+            self._keys[layer] = self._empty(keys)
+            self._values[layer] = self._empty(values)
+        both = self._keys[layer], self._values[layer]
+        for buffer, states in zip(both, (keys, values), strict=True):
+            heads, dim = states.shape[1:]
             buffer.view(-1, dim).index_copy_(0, plan.write_index(heads, self.capacity), states.reshape(-1, dim))
-            result.append(buffer)
-        return result[0], result[1]
+        return both
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: rows have lengths of their own, and the engine gives every position."""
@@ -111,4 +115,4 @@ class SlotCache(Cache):  # type: ignore[misc]
         return [*self._keys.values(), *self._values.values()]
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
-        return states.new_zeros(self.slots, states.shape[1], self.capacity, states.shape[3])
+        return states.new_zeros(self.slots, states.shape[1], self.capacity, states.shape[2])
