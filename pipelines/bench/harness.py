@@ -64,6 +64,23 @@ BENCHES: dict[str, Bench] = {
             "threads": "torch threads of both sides; 0 for all cores",
         },
     ),
+    "overhead": Bench(
+        "pipelines.bench.overhead",
+        "Share of a synchronous step that is neither generation, reward nor learning.",
+        {
+            "steps": "steps of the run; the first is left out",
+            "seed": "run.seed",
+            "keep": "folder to keep the run in; empty: it is removed",
+        },
+    ),
+    "quickstart": Bench(
+        "pipelines.bench.quickstart",
+        "Time, accuracy and memory of the default run, first with an empty cache and then without.",
+        {
+            "seeds": "later runs, each with a run.seed of its own",
+            "keep": "folder to keep cache and runs in; empty: they are removed",
+        },
+    ),
 }
 
 
