@@ -16,11 +16,12 @@ from typing import Literal
 import ray
 
 from pipelines.config import Config
+from pipelines.faults import brief, user_error
+from pipelines.rounds import Interrupted
 from pipelines.run_data import RunData
 from pipelines.session import Session
 from pipelines.status import RunStatus, StatusBoard
-from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
-from storage.errors import UserError
+from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -91,13 +92,13 @@ class Conductor:
         try:
             state = await self._run(data, resume, train)
             return self._outcome(state)
-        except UserError as error:
-            return self._outcome("failed", "user", str(error))
-        except CheckpointError as error:
-            return self._outcome("failed", "user", str(error))
         except Exception as error:  # supervision: whatever broke, the driver must get a report and not a hang
-            log.exception("the run failed")
-            return self._outcome("failed", "internal", f"{type(error).__name__}: {error}")
+            fault = user_error(error)
+            if fault is None:
+                log.exception("the run failed")
+                return self._outcome("failed", "internal", brief(error))
+            log.error("the run failed: %s", fault)
+            return self._outcome("failed", "user", str(fault))
 
     def _outcome(
         self,
@@ -133,6 +134,8 @@ class Conductor:
         try:
             await session.start()
             return await (session.train() if train else session.evaluate_only())
+        except Interrupted:  # before there was anything to save
+            return "stopped"
         finally:
             ticker.cancel()
             await session.close()

@@ -27,6 +27,7 @@ from pipelines.config_fields import (
 from pipelines.config_layers import Layer, MergedValues, split_override
 from pipelines.yaml_documents import KeyPath, dump_yaml, parse_yaml
 from storage.errors import UserError
+from storage.files import atomic_write
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "baseline"
@@ -139,8 +140,8 @@ def _is_within(key: str, names: Sequence[str]) -> bool:
 
 
 def write_config(config: Config, path: Path | str) -> None:
-    """Write the whole configuration as YAML; :func:`load_config_file` reads back an equal one."""
-    Path(path).write_text(to_yaml(config), encoding="utf-8")
+    """Write the whole configuration as YAML; :func:`load_config_file` reads an equal one. Raises ``StorageError``."""
+    atomic_write(Path(path), to_yaml(config).encode())
 
 
 def to_yaml(config: Config) -> str:

@@ -17,6 +17,7 @@ import ray
 
 from actors.bundles import BundleHeader, GroupEnvelope, RewardEnvelope
 from actors.channels import GET_DEADLINE_S
+from pipelines.faults import brief, user_error
 from pipelines.roles import Role, Roles
 from storage.records import Assignment, GroupKey, SampleHeader
 
@@ -220,7 +221,7 @@ class SampleFlow:
                 continue
             for index in missing:
                 self._leases[assignment.key, index].stage = "failed"
-                self.events.put_nowait(SampleDone(assignment.key, index, None, _first_line(error)))
+                self.events.put_nowait(SampleDone(assignment.key, index, None, brief(error)))
         if again:
             log.warning("issuing %d groups again on %s", len(again), self._roles.rollout[worker].name)
             self.dispatch(worker, again)
@@ -241,14 +242,18 @@ class SampleFlow:
                 await self._set_weights(successor)
 
     def _count_crash(self, slot: str, role: Role, error: BaseException) -> None:
-        """Take note of a death; raises when successors die one after the other without having done anything."""
+        """Take note of a death; raises what the user must mend, or when successors die in turn without any result."""
+        fault = user_error(error)
+        if fault is not None:
+            raise fault  # a successor would fail in the same way
         self.crashes += 1
         self._fruitless[slot] = self._fruitless.get(slot, 0) + 1
         if self._fruitless[slot] > MAX_FRUITLESS_RESTARTS:
+            count = self._fruitless[slot]
             raise RuntimeError(
-                f"{role.name} died {self._fruitless[slot]} times in a row without a result; the last time: {error}"
+                f"{role.name} died {count} times in a row without a result; the last time: {brief(error)}"
             ) from error
-        log.warning("%s died (%s); starting another one", role.name, _first_line(error))
+        log.warning("%s died (%s); starting another one", role.name, brief(error))
 
     async def _set_weights(self, role: Role) -> dict[str, float]:
         published = self._roles.published
@@ -267,7 +272,3 @@ async def pairs(stream: Any) -> AsyncIterator[tuple[Any, Any]]:
         except StopAsyncIteration:
             return
         yield header, await iterator.__anext__()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -6,13 +6,11 @@ and in the run directory.
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,13 @@ import ray
 from rich.console import Console
 
 from pipelines import conductor as conductor_module
+from pipelines.cluster import local_or_joined_ray
 from pipelines.conductor import Conductor, Outcome
 from pipelines.config import Config
 from pipelines.config_loader import write_config
+from pipelines.faults import brief, user_error
 from pipelines.plots import draw_curves
-from pipelines.preflight import check_run
+from pipelines.preflight import check_memory, check_run
 from pipelines.progress import LiveView, print_summary
 from pipelines.run_data import RunData, load_run_data
 from pipelines.session import MODEL_COMPONENT
@@ -34,8 +34,6 @@ from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
 from storage.models import resolve_model
 from storage.run_directory import RunDirectory
-
-log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _STATUS_DEADLINE_S = 10.0
@@ -58,22 +56,15 @@ def train(config: Config, *, name: str, resume: Path | None = None, console: Con
         UserError: Bad input, before anything starts.
     """
     console = console or Console()
-    check_run(config)
-    checkpoint: Checkpoint | None = None
     if resume is not None:
-        directory = RunDirectory.open(resume, Path(config.run.directory))
-        checkpoint = newest_intact(directory, config, console)
-        model_path = checkpoint.component(MODEL_COMPONENT)
-    else:
-        model_path = resolve_model(config.model, progress=console.print)
+        return _resume(config, RunDirectory.open(resume, Path(config.run.directory)), console)
+    check_run(config)
+    model_path = resolve_model(config.model, progress=console.print)
     data = load_run_data(config, model_path)
-    if resume is None:
-        directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name(name))
+    check_memory(config, model_path, data.max_length)
+    directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name(name))
     with directory.lock():
-        write_config(config, directory.config)
-        with local_or_joined_ray(config, console) as dashboard:
-            outcome = _drive(config, data, directory, checkpoint, console, dashboard, train=True)
-        return _report(outcome, directory, console)
+        return _run(config, data, directory, None, console, train=True)
 
 
 def evaluate(target: str, config: Config, *, console: Console | None = None) -> int:
@@ -84,13 +75,12 @@ def evaluate(target: str, config: Config, *, console: Console | None = None) -> 
     """
     console = console or Console()
     model_path = find_model(target, config, console)
+    check_run(_with_model(config, model_path))
     data = load_run_data(config, model_path, train=False)
+    check_memory(config, model_path, data.max_length)
     directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name("eval"))
     with directory.lock():
-        write_config(config, directory.config)
-        with local_or_joined_ray(config, console) as dashboard:
-            outcome = _drive(config, data, directory, None, console, dashboard, train=False)
-        return _report(outcome, directory, console)
+        return _run(config, data, directory, None, console, train=False)
 
 
 def newest_intact(directory: RunDirectory, config: Config, console: Console) -> Checkpoint:
@@ -108,7 +98,7 @@ def newest_intact(directory: RunDirectory, config: Config, console: Console) -> 
             continue
         store.truncate_after(checkpoint.step)
         return checkpoint
-    raise UserError(f"{directory.path} has no complete checkpoint to resume from; start a new run")
+    raise UserError(f"{directory.path} has no complete checkpoint to resume from: start a new run, under another name")
 
 
 def find_model(target: str, config: Config, console: Console) -> Path:
@@ -125,38 +115,35 @@ def find_model(target: str, config: Config, console: Console) -> Path:
     return named
 
 
-@contextmanager
-def local_or_joined_ray(config: Config, console: Console) -> Iterator[str]:
-    """Join the cluster that is asked for, or start a local Ray; yields the dashboard's URL.
+def _resume(config: Config, directory: RunDirectory, console: Console) -> int:
+    # The lock comes first: another process that trains here would remove the checkpoint that is read.
+    with directory.lock():
+        checkpoint = newest_intact(directory, config, console)
+        model_path = checkpoint.component(MODEL_COMPONENT)
+        check_run(_with_model(config, model_path))
+        data = load_run_data(config, model_path)
+        check_memory(config, model_path, data.max_length)
+        return _run(config, data, directory, checkpoint, console, train=True)
 
-    A Ray that this process uses already (a notebook's, say) is used and left alone.
-    """
-    if ray.is_initialized():
-        yield ""
-        return
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
-    common: dict[str, Any] = {
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "configure_logging": True,
-    }
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if address:
-        context = ray.init(address=address, **common)
-        console.print(f"joined the Ray cluster at {address}", highlight=False)
-    else:
-        context = ray.init(
-            address="local",
-            include_dashboard=config.cluster.dashboard,
-            dashboard_host="127.0.0.1",
-            object_store_memory=config.cluster.object_store_mb * 1024 * 1024,
-            **common,
-        )
-    url = getattr(context, "dashboard_url", "") or ""
-    try:
-        yield f"http://{url}" if url else ""
-    finally:
-        ray.shutdown()
+
+def _run(
+    config: Config,
+    data: RunData,
+    directory: RunDirectory,
+    checkpoint: Checkpoint | None,
+    console: Console,
+    *,
+    train: bool,
+) -> int:
+    with local_or_joined_ray(config, console) as dashboard:
+        write_config(config, directory.config)  # only now: a run that could not start leaves its name free
+        outcome = _drive(config, data, directory, checkpoint, console, dashboard, train=train)
+    return _report(outcome, directory, console)
+
+
+def _with_model(config: Config, model_path: Path) -> Config:
+    """Return the configuration with the model that is loaded: the base model may have gone since the run began."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model_path)})})
 
 
 def _drive(
@@ -187,24 +174,28 @@ def _drive(
             latest = replace(latest, updated=time.time())
         return latest
 
-    with signals, LiveView(status, console=console) as view:
-        while True:
-            done, _ = ray.wait([pending], timeout=_POLL_S)
-            view.update()
-            if done:
-                break
     try:
+        with signals, LiveView(status, console=console) as view:
+            while True:
+                done, _ = ray.wait([pending], timeout=_POLL_S)
+                view.update()
+                if done:
+                    break
         outcome: Outcome = ray.get(pending)
     except ray.exceptions.RayError as error:
+        fault = user_error(error)
         outcome = Outcome(
             state="failed",
-            fault="internal",
-            message=f"the conductor died: {str(error).splitlines()[0]}",
+            fault="user" if fault else "internal",
+            message=str(fault) if fault else f"the conductor died: {brief(error)}",
             evaluations={},
             checkpoint=_newest(directory, config),
             seconds=time.time() - latest.started,
         )
-        RunStatus.save(replace(latest, state="failed", message=outcome.message, updated=time.time()), directory.status)
+        with suppress(OSError):  # a full disk, perhaps: the message reaches the terminal all the same
+            replace(latest, state="failed", message=outcome.message, updated=time.time()).save(directory.status)
+    finally:
+        ray.kill(actor)  # and with it all it owns: a Ray that was there before must not go on with an abandoned run
     return outcome
 
 
@@ -216,7 +207,7 @@ def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:
             sys.stderr.write(f"details: {directory.events}\n")
         return 2 if outcome.fault == "user" else 1
     if directory.metrics.exists() and outcome.state == "finished":
-        with suppress(UserError):  # a run of no steps has nothing to draw
+        with suppress(UserError):  # a run of no steps has nothing to draw, or the disk is full by now
             draw_curves(directory.metrics, directory.path / "curves.png")
     print_summary(outcome, directory.path, console)
     return 0

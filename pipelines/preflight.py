@@ -61,6 +61,18 @@ def check_run(config: Config) -> None:
     _raise(problems)
 
 
+def check_memory(config: Config, model_path: Path, max_length: int) -> None:
+    """Check once more, now that model and prompts are here, that a run of such sequences fits into this machine.
+
+    Raises:
+        UserError: Naming the largest part and the fields that make it.
+    """
+    machine = _machine(config)
+    if machine is not None:
+        shape = ModelShape.read(model_path)
+        _raise(machine_problems(config, machine, _estimate(config, machine, shape, max_length)))
+
+
 def inspect_run(config: Config) -> Preflight:
     """Check everything, every row included, and return the sizes of the run; starts nothing.
 

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from storage.prompt_source import PromptSource
-
 from pipelines.config import Config
 from pipelines.flow import SampleDone, SampleFlow
 from pipelines.run_data import SAMPLED_SUFFIX, RunData
 from pipelines.scheduling.policy import GroupProgress, Launch, RoundState, SchedulePolicy
+from storage.errors import UserError
 from storage.ledger import Ledger
+from storage.prompt_source import PromptSource
 from storage.records import Assignment, GroupKey, SampleHeader, SamplingParams
 
 T = TypeVar("T")
@@ -26,10 +26,37 @@ class Interrupted(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """Samples of the round in progress, for people who watch."""
+    """Samples of the round in progress, for people who watch.
+
+    Attributes:
+        launched: Samples asked for.
+        done: Samples that came back, scored or given up.
+        failed: Samples without a score because something failed.
+        first_error: What happened to the first of those.
+        started: Wall-clock second of the start.
+    """
 
     launched: int = 0
     done: int = 0
+    failed: int = 0
+    first_error: str = ""
+    started: float = field(default_factory=time.time)
+
+    def add(self, event: SampleDone) -> None:
+        """Count a sample."""
+        self.done += 1
+        error = event.error if event.header is None else event.header.error
+        if event.header is None or event.header.reward_status in ("error", "timeout"):
+            self.failed += 1
+            self.first_error = self.first_error or error
+
+    def check(self, what: str) -> None:
+        """Raise ``UserError`` when something failed for every single answer of the round."""
+        if self.done and self.failed == self.done:
+            raise UserError(
+                f"{what}: none of the {self.done} answers got a score, so there is nothing to learn from; the first "
+                f"error: {self.first_error}. Mend that (reward.functions names the functions) before the run goes on"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +98,12 @@ class RoundRunner:
     _ordinal: int = 0
 
     async def train(self, step: int) -> RoundResult:
-        """Launch and collect the groups of one step; raises :class:`Interrupted` when the run is asked to stop."""
+        """Launch and collect the groups of one step.
+
+        Raises:
+            Interrupted: The run is asked to stop.
+            UserError: Every single score failed.
+        """
         state = RoundState(
             step=step, prompts_per_step=self.config.rollout.prompts_per_step, available=self.source.remaining
         )
@@ -90,7 +122,7 @@ class RoundRunner:
             event = await self._next_event()
             group = state.groups[event.key]
             group.finished += 1
-            self.progress.done += 1
+            self.progress.add(event)
             if event.header is not None:
                 scored += 1
                 group.tokens += event.header.tokens
@@ -100,6 +132,7 @@ class RoundRunner:
                 reason = self._judge(state, event.key, headers)
                 if reason:
                     filtered[reason] = filtered.get(reason, 0) + 1
+        self.progress.check(f"step {step + 1}")
         return RoundResult(
             keys=tuple(sorted(headers)),
             headers=headers,
@@ -112,7 +145,10 @@ class RoundRunner:
         )
 
     async def evaluate(self, step: int) -> dict[str, dict[GroupKey, list[SampleHeader]]]:
-        """Write and score every held-out prompt; returns headers by split, greedy and, where asked for, sampled."""
+        """Write and score every held-out prompt; returns headers by split, greedy and, where asked for, sampled.
+
+        Raises as :meth:`train`.
+        """
         samples = self.config.evaluation.samples
         splits: list[tuple[str, str, int, SamplingParams]] = []
         for name in self.data.evaluation:
@@ -141,10 +177,11 @@ class RoundRunner:
         self._dispatch(assignments)
         while waiting:
             event = await self._next_event()
-            self.progress.done += 1
+            self.progress.add(event)
             waiting[event.key] -= 1
             if not waiting[event.key]:
                 del waiting[event.key]
+        self.progress.check(f"evaluation after step {step}")
         found: dict[str, dict[GroupKey, list[SampleHeader]]] = {split: {} for split, *_ in splits}
         for key, size in sizes.items():
             found[key.split][key] = self.flow.headers(key, size)
@@ -198,7 +235,8 @@ class RoundRunner:
             return self._end(key, "worker_crashed")
         group.verdict = self.policy.on_finish(state, key, [header.reward for header in known])
         if group.verdict == "filter":
-            return self._end(key, "zero_variance")
+            scored = sum(header.reward is not None for header in known)
+            return self._end(key, "zero_variance" if scored > 1 else "unscored")
         self.ledger.ready(key)
         headers[key] = known
         return ""

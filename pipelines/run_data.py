@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.config import Config
+from storage.errors import UserError
 from storage.records import TRAIN_SPLIT, Prompt, SamplingParams
 
 SAMPLED_SUFFIX = "@k"
@@ -120,6 +121,11 @@ def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> Ru
         )
 
     training_rows = load_rows(config.data.train, count=config.data.prompts, seed=config.data.seed, prompt_column=column)
+    if len(training_rows) < config.rollout.prompts_per_step:
+        raise UserError(
+            f"data.train={config.data.train} has {len(training_rows)} prompts, fewer than rollout.prompts_per_step="
+            f"{config.rollout.prompts_per_step}: lower that"
+        )
     trained = prompts(training_rows)
     seen = training_rows.prompt_texts(column)
     held_out = {

@@ -49,7 +49,7 @@ class RunDirectory:
         path = parent / name
         try:
             path.mkdir(parents=True, exist_ok=True)
-            occupied = any(path.iterdir())
+            occupied = any(not child.name.startswith(".") for child in path.iterdir())  # a lock is no run
         except OSError as error:
             raise StorageError(describe_failure("cannot make run directory", path, error)) from error
         if occupied:
@@ -111,7 +111,8 @@ class RunDirectory:
         if descriptor is None:
             logger.warning("%s: no locks on this file system; make sure that nothing else trains here", self.path)
         try:
-            self._lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            with suppress(OSError):  # a note for others only; a full disk is reported by whoever needs the space
+                self._lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
             remove_temporaries(self.path)
             yield
         finally:

@@ -1,0 +1,50 @@
+"""What a failure in another process means to a person: whose it is to mend, in one message without a traceback.
+
+Ray wraps what a remote method raised, and keeps only the text of what a constructor raised.
+"""
+
+from __future__ import annotations
+
+import re
+
+import ray
+
+from storage.errors import UserError
+
+_RAISED = re.compile(r"^((?:\w+\.)+\w+): ", re.MULTILINE)
+_MOST_CHARS = 400
+
+
+def user_error(error: BaseException) -> UserError | None:
+    """Return the user error that ``error`` is or was caused by in another process; None when there is none."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return user_error(error.cause)
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+        raised = list(_RAISED.finditer(str(error)))
+        if raised and raised[-1][1] in _user_error_names():
+            return UserError(str(error)[raised[-1].end() :].strip())
+    return None
+
+
+def brief(error: BaseException) -> str:
+    """Return what happened in one line; the traceback belongs into the log."""
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
+        return brief(error.cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ray.exceptions.RayActorError) and lines:
+        # the first line says that it died, the last one why
+        text = lines[-1] if error.actor_init_failed or len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    else:
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 4] + " ..."
+
+
+def _user_error_names() -> set[str]:
+    names, left = set(), [UserError]
+    while left:
+        kind = left.pop()
+        names.add(f"{kind.__module__}.{kind.__qualname__}")
+        left.extend(kind.__subclasses__())
+    return names
