@@ -64,10 +64,10 @@ class WarmUp:
     learning_rate: float = 3e-3
     ramp_steps: int = 20
     decay_from: int = 130
-    decay_to: int = 260
+    decay_to: int = 250
     floor: float = 0.05
     tokens_per_step: int = 3000
-    first_check: int = 220
+    first_check: int = 260
     check_every: int = 10
     max_steps: int = 600
     validation_prompts: int = 192

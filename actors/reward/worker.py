@@ -53,6 +53,8 @@ class RewardWorker:
                 arrived = {(sample.key, sample.index): sample for sample in bundle.samples}
                 for header in envelope.header.items:  # a part of the bundle, when it is put for the second time
                     identity = (header.key, header.index)
+                    if identity in waiting:
+                        continue  # put again after another worker died, while this one has it in hand
                     sample = arrived[identity]
                     self._attempts[identity] = header.attempt
                     if sample.finish_reason in ("stop", "length"):

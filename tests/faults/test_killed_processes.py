@@ -14,12 +14,8 @@ from tests.runs import small_config, steps_of, trained_keys
 
 def pid_of(namespace, role):
     """Process id of a living named actor."""
-    from ray.util.state import list_actors
-
-    for actor in list_actors(filters=[("state", "=", "ALIVE"), ("ray_namespace", "=", namespace)], detail=True):
-        if actor.name == role:
-            return actor.pid
-    return None
+    actor = ray.get_actor(role, namespace=namespace)
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=10)
 
 
 class Killer(threading.Thread):
@@ -28,7 +24,7 @@ class Killer(threading.Thread):
     def __init__(self, run, role, state="generating", after_steps=1):
         super().__init__(daemon=True)
         self.namespace, self.role, self.state, self.after = f"slipstream-{run}", role, state, after_steps
-        self.killed = None
+        self.pid = self.killed = None
 
     def run(self):
         deadline = time.monotonic() + 90
@@ -39,11 +35,11 @@ class Killer(threading.Thread):
             except (ValueError, ray.exceptions.RayError, TimeoutError):
                 time.sleep(0.05)
                 continue
-            if status.state == self.state and status.step >= self.after:
-                pid = pid_of(self.namespace, self.role)
-                if pid:
-                    os.kill(pid, signal.SIGKILL)
-                    self.killed = pid
+            if status.step >= self.after and self.pid is None:
+                self.pid = pid_of(self.namespace, self.role)
+            if status.state == self.state and self.pid is not None:
+                os.kill(self.pid, signal.SIGKILL)
+                self.killed = self.pid
             time.sleep(0.02)
 
 
