@@ -104,9 +104,14 @@ def resolve_model(options: ModelOptions, progress: Progress | None = None) -> Pa
 
 def load_tokenizer(path: str | Path) -> Any:
     """Return the tokenizer (transformers) of a model directory; raises ``UserError`` when it cannot be read."""
-    from transformers import AutoTokenizer
-
     try:
+        if _is_plain_tokenizer(Path(path)):
+            # What AutoTokenizer would return, but AutoTokenizer imports torch: seconds and 250 MB in every driver.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(str(path))
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=_has_code(Path(path)))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
@@ -174,16 +179,23 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
 
 def context_length(path: str | Path) -> int:
     """Return the longest sequence that a model takes, in tokens; ``sys.maxsize`` when its configuration names none."""
-    from transformers import AutoConfig
+    saved = _read_json(Path(path) / "config.json")
+    length = _longest((saved.get("text_config") or saved).get)
+    if length is None:  # left to the defaults of its kind, which transformers knows, at the price of importing torch
+        from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=_has_code(Path(path))).get_text_config(
-        decoder=True
-    )
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=_has_code(Path(path)))
+        text = config.get_text_config(decoder=True)
+        length = _longest(lambda name: getattr(text, name, None))
+    return sys.maxsize if length is None else length
+
+
+def _longest(setting: Callable[[str], Any]) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
-        value = getattr(config, name, None)
+        value = setting(name)
         if isinstance(value, int) and value > 0:
             return value
-    return sys.maxsize
+    return None
 
 
 def _is_hub_id(name: str) -> bool:
@@ -343,6 +355,14 @@ def _has_code(path: Path) -> bool:
     return any(
         (path / n).is_file() and "auto_map" in _read_json(path / n) for n in ("config.json", "tokenizer_config.json")
     )
+
+
+def _is_plain_tokenizer(path: Path) -> bool:
+    """Whether a directory's tokenizer is all in ``tokenizer.json`` and says so, as those that we save do."""
+    settings = path / "tokenizer_config.json"
+    if not settings.is_file() or not (path / "tokenizer.json").is_file() or (path / "tekken.json").exists():
+        return False
+    return _read_json(settings).get("tokenizer_class") == "TokenizersBackend" and not _has_code(path)
 
 
 def _remove_dropout(config: Any) -> None:
