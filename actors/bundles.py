@@ -63,10 +63,10 @@ class GroupEnvelope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnvelope:
-    """Tells the learner that all groups of a step have been put, and which they are."""
+    """All groups of a step for the learner, in one message: one for each group would cost a round trip each."""
 
     step: int
-    keys: tuple[GroupKey, ...]
+    groups: tuple[GroupEnvelope, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

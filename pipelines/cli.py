@@ -40,6 +40,9 @@ Run = Annotated[str | None, typer.Argument(help=_RUN_HELP)]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, 1 (failure), 2 (user error) or 130 (interrupted)."""
+    # Threads of torch sleep while they wait: in this process, and in those that a local Ray starts from it (elsewhere
+    # the actors see to it). Spinning ones of several processes take the cores from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     status = _run(arguments)
     try:
         sys.stdout.flush()

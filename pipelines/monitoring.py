@@ -198,9 +198,12 @@ class JsonlMonitor:
         self._lines.append(record)
 
     def offset(self) -> int:
-        """Make all records durable and return the size of the file in bytes, for a checkpoint to come back to."""
-        self._lines.sync()
+        """Return the size of the file in bytes, for a checkpoint to come back to."""
         return self._lines.offset()
+
+    def sync(self) -> None:
+        """Return when all records are on the disk."""
+        self._lines.sync()
 
     def close(self) -> None:
         """Make all records durable and close the file."""
@@ -314,8 +317,12 @@ class MonitorGroup:
                 self._switch_off(name, error)
 
     def offset(self) -> int:
-        """Return the durable size of ``metrics.jsonl`` in bytes."""
+        """Return the size of ``metrics.jsonl`` in bytes."""
         return self._jsonl.offset()
+
+    def sync(self) -> None:
+        """Return when all of ``metrics.jsonl`` is on the disk."""
+        self._jsonl.sync()
 
     def close(self) -> None:
         """Close every tracker, then ``metrics.jsonl``."""

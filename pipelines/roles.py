@@ -71,8 +71,7 @@ class Roles:
         self.rollout = [self._rollout(i, 0, version) for i in range(self.config.rollout.workers)]
         self.reward = [self._reward(i, 0) for i in range(self.config.reward.workers)]
         if with_learner:
-            # a step is put whole, so the queue must hold one; beyond that it pushes back
-            self.learner_queue = self._queue("learner-queue", max(size, self.config.rollout.prompts_per_step + 1))
+            self.learner_queue = self._queue("learner-queue", size)
             self.learner = self._learner(learner_directory)
         if history is not None:
             self.history_queue = self._queue("history-queue", 16)

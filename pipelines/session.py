@@ -123,6 +123,8 @@ class Session:
         self._history_events: Any = None
         self._recorded: dict[tuple[str, int], tuple[GroupKey, ...]] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._archiving: asyncio.Task[None] | None = None
+        self._step_began = 0.0
 
     async def start(self) -> None:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
@@ -155,6 +157,7 @@ class Session:
         try:
             if config.evaluation.before and "before" not in self.evaluations:
                 self.evaluations["before"] = await self._evaluate()
+            self._step_began = time.perf_counter()
             while self.step < self._data.total_steps and self._source.remaining != 0:
                 restart_point = self._state()
                 try:
@@ -215,7 +218,6 @@ class Session:
     async def _one_step(self) -> None:
         self._enter("generating")
         self.board.start_step()
-        began = time.perf_counter()
         busy_before = dict(self._flow.busy_s)
         version = self._roles.published.manifest.version if self._roles.published else 0
         self.board.wait("generate", "rollout workers", self._config.rollout.stall_deadline_s)
@@ -243,23 +245,23 @@ class Session:
         await self._record(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
         ended = time.perf_counter()
         clock = StepClock(
-            step=ended - began,
+            step=ended - self._step_began,
             generate=generate,
             learn=header.metrics.get("seconds_total", 0.0),
             publish=published - published_at,
             pause=pause,
         )
+        self._step_began = ended
         self._report(result, clock, header, version)
 
     async def _learn(self, result: RoundResult) -> tuple[LearnerHeader, Any]:
         self._enter("training")
         size = self._config.rollout.samples_per_prompt
         queue = self._roles.learner_queue
-        items: list[Any] = [self._flow.group(key, size) for key in result.keys]
-        items.append(StepEnvelope(step=self.step, keys=result.keys))
+        envelope = StepEnvelope(step=self.step, groups=tuple(self._flow.group(key, size) for key in result.keys))
         deadline = self._config.learner.deadline_s
         # From here to the next step nothing may be interrupted: learner, ledger and version move together.
-        await self._wait("learner queue", "learner", queue.actor.put_nowait_batch.remote(items), deadline, safe=False)
+        await self._wait("learner queue", "learner", queue.put_async(envelope), deadline, safe=False)
         header, ref = await self._wait(
             "learn", f"learner: step {self.step + 1}", anext(self._learner_events), deadline, safe=False
         )
@@ -321,6 +323,7 @@ class Session:
         for split, groups in found.items():
             complete = {key: headers for key, headers in groups.items() if headers}
             await self._record(split, self.step, tuple(complete), complete, {})
+        self._step_began += time.perf_counter() - began
         return metrics
 
     async def _record(
@@ -332,13 +335,16 @@ class Session:
         advantages: Mapping[GroupKey, Any],
     ) -> None:
         """Hand groups to the history role; their references are kept until it has written them."""
+        if self._archiving is not None:  # still on its way: the queue is full
+            arrival = asyncio.wait({self._archiving})
+            await self._wait("history queue", "history", arrival, 0.0, safe=False)
         if self._roles.history is None:
             self._flow.forget(keys)
             return
         groups = tuple(self._flow.group(key, len(headers[key])) for key in keys)
         self._recorded[split, step] = keys
         envelope = RecordEnvelope(split=split, step=step, groups=groups, advantages=advantages)
-        await self._wait("history queue", "history", self._roles.history_queue.put_async(envelope), 0.0, safe=False)
+        self._archiving = asyncio.create_task(self._roles.history_queue.put_async(envelope))
 
     async def _read_history(self) -> None:
         try:
@@ -348,6 +354,8 @@ class Session:
             # the archive is for people; training goes on without it and says so
             self.board.alarm(f"the history role died, rollouts are no longer archived: {error}")
             self._roles.history = None
+            if self._archiving is not None:
+                self._archiving.cancel()
             for keys in self._recorded.values():
                 self._flow.forget(keys)
             self._recorded.clear()
@@ -358,7 +366,6 @@ class Session:
 
     def _state(self) -> dict[str, Any]:
         """Where the run stands between two steps: what a checkpoint must say."""
-        self._ledger.sync()
         return {
             "step": self.step,
             "version": self._roles.published.manifest.version if self._roles.published else 0,
@@ -382,12 +389,15 @@ class Session:
             )
             if self._roles.history is not None and self._recorded:
                 await asyncio.wait_for(self._history_drained(), _HISTORY_DEADLINE_S)
+            self._ledger.sync()
+            self._monitors.sync()
             writer.commit(state)
         oldest = self._store.checkpoints()[0].meta["ledger_offset"]
         if oldest - self._compacted > _COMPACT_BYTES:
             self._ledger.compact(oldest)
             self._compacted = oldest
         seconds = time.perf_counter() - began
+        self._step_began += seconds
         self._metrics.seconds("checkpoint", seconds)
         log.info("checkpoint of step %d written in %.2f s", state["step"], seconds)
 

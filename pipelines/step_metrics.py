@@ -18,7 +18,8 @@ class StepClock:
     """Durations of the parts of a step, in seconds.
 
     Attributes:
-        step: From the plan of the round to the acknowledged weights, logging included, checkpoints and evaluation not.
+        step: From the end of the step before to the acknowledged weights and a durable ledger: with everything between
+            two steps, without checkpoints and evaluations.
         generate: Engine-busy time of the busiest rollout worker.
         learn: Time that the learner spent in the step.
         publish: From the learner's answer to the last acknowledgement.

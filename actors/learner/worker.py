@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.bundles import GroupEnvelope, LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
+from actors.bundles import LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
 from actors.channels import QueueReader
 from actors.history.worker import fetch_groups
 from actors.learner.options import AlgorithmOptions, LearnerOptions
+from actors.threads import set_torch_threads
 
 if TYPE_CHECKING:
     from actors.learner.learn import Command
@@ -27,8 +28,7 @@ class _QueueChannel:
     """Turns envelopes into the learner's commands; a batch is whole and sorted before it is handed over."""
 
     def __init__(self, queue: Any) -> None:
-        self._reader = QueueReader(queue, ahead=1024)
-        self._groups: dict[Any, GroupEnvelope] = {}
+        self._reader = QueueReader(queue)
         self.received = 0.0
 
     def receive(self) -> Command:
@@ -36,16 +36,13 @@ class _QueueChannel:
 
         while True:
             envelope = self._reader.get()
-            if isinstance(envelope, GroupEnvelope):
-                self._groups[envelope.key] = envelope
-            elif isinstance(envelope, StepEnvelope):
-                wanted = [self._groups.pop(key) for key in envelope.keys]
-                groups = tuple(fetch_groups(wanted))
+            if isinstance(envelope, StepEnvelope):
+                groups = tuple(fetch_groups(envelope.groups))
                 self.received = time.perf_counter()
                 return TrainBatch(step=envelope.step, groups=groups)
-            elif isinstance(envelope, SaveEnvelope):
+            if isinstance(envelope, SaveEnvelope):
                 return Save(path=envelope.directory)
-            elif isinstance(envelope, StopEnvelope):
+            if isinstance(envelope, StopEnvelope):
                 self._reader.close()
                 return Stop()
 
@@ -68,11 +65,9 @@ class LearnerWorker:
         resume_directory: str | None,
     ) -> None:
         """Load the model, and the optimiser state from ``resume_directory`` where there is one."""
-        import torch
-
+        set_torch_threads(options.threads or len(os.sched_getaffinity(0)))
         from actors.learner.learner import Learner
 
-        torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
         self._learner = Learner(
             model_path,
             options,

@@ -14,6 +14,7 @@ from actors.bundles import Bundle, BundleHeader, bundles_of
 from actors.rollout.engine import Completion, Request, RolloutEngine, SwapMode
 from actors.rollout.engine_loop import EngineLoop
 from actors.rollout.options import RolloutOptions
+from actors.threads import set_torch_threads
 from storage.records import Assignment, GroupKey, Prompt, Sample, SampleHeader, Timings, WeightsManifest, request_id
 
 CONCURRENCY_GROUPS = {"work": 16, "control": 4}
@@ -34,13 +35,11 @@ class RolloutWorker:
         version: int,
     ) -> None:
         """Load the policy from ``model_path`` as snapshot ``version``."""
-        import torch
-        from storage.models import load_tokenizer
-
+        set_torch_threads(threads)
         from actors.rollout.paced import PacedEngine
         from actors.rollout.torch_engine import TorchEngine
+        from storage.models import load_tokenizer
 
-        torch.set_num_threads(threads)
         self._name = name
         self._options = options
         self._tokenizer = load_tokenizer(model_path)
