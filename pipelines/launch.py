@@ -27,7 +27,7 @@ from pipelines.faults import brief, user_error
 from pipelines.plots import draw_curves
 from pipelines.preflight import check_memory, check_run
 from pipelines.progress import LiveView, print_summary
-from pipelines.run_data import RunData, load_run_data
+from pipelines.run_data import RunData, load_run_data, write_generated
 from pipelines.session import MODEL_COMPONENT
 from pipelines.status import RunStatus
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
@@ -137,6 +137,8 @@ def _run(
 ) -> int:
     with local_or_joined_ray(config, console) as dashboard:
         write_config(config, directory.config)  # only now: a run that could not start leaves its name free
+        if checkpoint is None:
+            write_generated(config, directory.path / "data")
         outcome = _drive(config, data, directory, checkpoint, console, dashboard, train=train)
     return _report(outcome, directory, console)
 

@@ -150,3 +150,29 @@ def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> Ru
         total_steps=total_steps(config, len(trained)),
         tokenizer_fingerprint=tokenizer_fingerprint(model_path),
     )
+
+
+def write_generated(config: Config, folder: Path) -> None:
+    """Write the rows of built-in sources as Parquet, so that people can read and reuse what a run was trained on.
+
+    Args:
+        config: The resolved configuration.
+        folder: Gets ``train.parquet`` and one file per evaluation set; sources that are files stay where they are.
+    """
+    from storage.datasets import BUILTIN, load_rows, write_builtin
+
+    column = config.data.prompt_column
+    sources = {TRAIN_SPLIT: (config.data.train, config.data.prompts, config.data.seed)}
+    sources |= {
+        name: (source, config.evaluation.prompts, config.evaluation.seed)
+        for name, source in config.evaluation.sets.items()
+    }
+    seen: frozenset[str] = frozenset()
+    for name, (source, count, seed) in sources.items():
+        exclude = seen
+        if name == TRAIN_SPLIT:
+            seen = load_rows(source, count=count, seed=seed, prompt_column=column).prompt_texts(column)
+        if source.startswith(BUILTIN):
+            folder.mkdir(exist_ok=True)
+            path = folder / f"{name}.parquet"
+            write_builtin(source.removeprefix(BUILTIN), path, count=count, seed=seed, exclude=exclude)

@@ -54,6 +54,17 @@ def test_every_rollout_is_archived_with_its_advantage(run):
     assert all((a == 0).all() == (r == r[0]).all() for r, a in zip(rewards, advantages, strict=True))
 
 
+def test_the_generated_data_can_be_read_and_trained_on_again(run):
+    from storage.datasets import load_rows
+
+    train = load_rows(str(run / "data" / "train.parquet"), count=100, seed=0, prompt_column="prompt")
+    held_out = load_rows(str(run / "data" / "heldout.parquet"), count=100, seed=0, prompt_column="prompt")
+    assert (len(train), len(held_out)) == (8, 6)
+    assert not train.prompt_texts("prompt") & held_out.prompt_texts("prompt")
+    archived = set(RolloutArchive(run / "rollouts").read(1)["prompt_text"].to_pylist())
+    assert {text.removeprefix("<bos>") for text in archived} <= train.prompt_texts("prompt")
+
+
 def test_evaluations_before_and_after_are_recorded(run):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [r for r in records if "eval/heldout/accuracy" in r]
