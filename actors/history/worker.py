@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from storage.history.archive import RolloutArchive
 
 from actors.bundles import RecordEnvelope, StopEnvelope, gather
 from actors.channels import QueueReader
+from storage.history.archive import RolloutArchive
 from storage.records import Group, SamplingParams
 
 CONCURRENCY_GROUPS = {"work": 1, "control": 2}
