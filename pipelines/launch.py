@@ -204,7 +204,7 @@ def _drive(
 def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:
     if outcome.state == "failed":
         hint = f"; resume with: slipstream train --resume {directory.path}" if outcome.checkpoint else ""
-        sys.stderr.write(f"error: {outcome.message}{hint}\n")
+        sys.stderr.write(f"error: {outcome.message.removesuffix('.')}{hint}\n")
         if outcome.fault == "internal":
             sys.stderr.write(f"details: {directory.events}\n")
         return 2 if outcome.fault == "user" else 1

@@ -43,7 +43,7 @@ class Preflight:
 
 
 def check_run(config: Config) -> None:
-    """Check what is quick to check: model, sources, reward functions, extras, directory, cores, memory and GPUs.
+    """Check what is quick to check: model, sources, rewards, algorithm, extras, directory, cores, memory and GPUs.
 
     Rows and prompts are checked where they are loaded, by :func:`pipelines.run_data.load_run_data`.
 
@@ -51,7 +51,7 @@ def check_run(config: Config) -> None:
         UserError: With all problems found, each naming its field and what to do.
     """
     problems: list[str] = []
-    for check in (_check_model, _check_sources_and_rewards, _check_extras, _check_directory):
+    for check in (_check_model, _check_sources_and_rewards, _check_algorithm, _check_extras, _check_directory):
         problems.extend(check(config))
     shape = None if problems else _shape(config)
     machine = _machine(config)
@@ -168,6 +168,15 @@ def _check_sources_and_rewards(config: Config) -> Iterator[str]:
         except UserError as error:
             yield f"reward.functions (with the columns of {field}): {error}"
             return  # the same import or signature would fail for the other sources again
+
+
+def _check_algorithm(config: Config) -> Iterator[str]:
+    from actors.learner.algorithms import check_algorithm
+
+    try:
+        check_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+    except UserError as error:
+        yield str(error)
 
 
 def _check_extras(config: Config) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Mapping
 from typing import Any, Literal, TypeVar
@@ -11,20 +12,23 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from actors.bundles import LearnerHeader, RecordEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
+from pipelines.cluster import shortage
 from pipelines.config import Config
 from pipelines.evaluation import evaluate
+from pipelines.faults import brief, user_error
 from pipelines.flow import SampleFlow, pairs
 from pipelines.monitoring import MonitorGroup, open_monitors
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
-from pipelines.roles import Published, Roles
+from pipelines.roles import Published, Role, Roles
 from pipelines.rounds import Interrupted, RoundResult, RoundRunner, unless_stopped
 from pipelines.run_data import SAMPLED_SUFFIX, RunData
 from pipelines.scheduling.all_at_once import AllAtOnce
 from pipelines.status import State, StatusBoard
 from pipelines.step_metrics import StepClock, is_correct, step_metrics
 from pipelines.watchdog import Watchdog
-from storage.checkpoints import Checkpoint, CheckpointStore
+from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
+from storage.errors import UserError
 from storage.history.archive import RolloutArchive
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
@@ -39,6 +43,8 @@ LEARNER_COMPONENT = "learner"
 MODEL_COMPONENT = "model"
 _HISTORY_DEADLINE_S = 120.0
 _COMPACT_BYTES = 1 << 20
+_EARLY_ALARM_S = 20.0
+"""Age of a round at which failed scores are reported before it ends: functions that time out make it a long one."""
 
 
 class Session:
@@ -125,6 +131,7 @@ class Session:
         self._background: set[asyncio.Task[None]] = set()
         self._archiving: asyncio.Task[None] | None = None
         self._step_began = 0.0
+        self._safe_point: dict[str, Any] | None = None
 
     async def start(self) -> None:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
@@ -141,30 +148,43 @@ class Session:
             self._spawn(self._read_history())
         if self._roles.learner is not None:
             self._learner_events = pairs(self._call(self._roles.learner, self._roles.learner_queue))
-            header, ref = await self._wait(
-                "start", "learner: loading the model", anext(self._learner_events), config.cluster.start_deadline_s
-            )
+            header, ref = await self._started("learner", anext(self._learner_events))
             self._roles.published = Published(header.manifest, ref)
-            await self._wait("start", "rollout workers", self._flow.publish(), config.cluster.start_deadline_s)
+            await self._started("rollout workers", self._flow.publish())
+        await self._started("all roles", asyncio.gather(*map(_answer, self._roles.everyone())))
         self._spawn(self._watchdog.run())
+
+    async def _started(self, who: str, awaitable: Awaitable[T]) -> T:
+        """Await the start of some roles; raises ``UserError`` at the deadline and says what the cluster lacks."""
+        deadline = self._config.cluster.start_deadline_s
+        try:
+            return await self._wait("start", f"{who}: loading", asyncio.wait_for(awaitable, deadline), deadline)
+        except TimeoutError:
+            reason = shortage(self._config) or "the model is large, the disk slow, or other jobs hold the cluster"
+            raise UserError(
+                f"not started within cluster.start_deadline_s={deadline:g} s: {who} ({reason}); lower what is "
+                "reserved, add nodes, or raise the deadline"
+            ) from None
 
     def _call(self, role: Any, queue: Any) -> Any:
         return role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(queue)
 
     async def train(self) -> Literal["finished", "stopped"]:
-        """Run steps until the last one, the end of the data, or a request to stop."""
+        """Run steps until the last one, the end of the data, or a request to stop.
+
+        Whatever ends it while answers are written and scored, the learner still stands where the step began, and that
+        is saved: a failure in a reward function costs no trained step.
+        """
         config = self._config
+        self._safe_point = self._state()
         try:
             if config.evaluation.before and "before" not in self.evaluations:
                 self.evaluations["before"] = await self._evaluate()
             self._step_began = time.perf_counter()
             while self.step < self._data.total_steps and self._source.remaining != 0:
-                restart_point = self._state()
-                try:
-                    await self._one_step()
-                except Interrupted:
-                    await self._save(restart_point)
-                    raise
+                self._safe_point = self._state()
+                await self._one_step()
+                self._safe_point = self._state()
                 every = config.evaluation.every
                 last = self.step >= self._data.total_steps
                 if every and self.step % every == 0 and not (last and config.evaluation.after):
@@ -176,10 +196,13 @@ class Session:
             await self._save(self._state())
             return "finished"
         except Interrupted:
-            latest = self._store.latest()
-            if latest is None or latest.step != self.step:
-                await self._save(self._state())
+            assert self._safe_point is not None  # stops are heard only where it is safe
+            await self._save(self._safe_point)
             return "stopped"
+        except Exception as error:
+            if self._safe_point is not None and not isinstance(error, CheckpointError):
+                await _quietly(self._save(self._safe_point))
+            raise
 
     async def evaluate_only(self) -> Literal["finished", "stopped"]:
         """Evaluate the model once."""
@@ -193,6 +216,9 @@ class Session:
         """Refresh progress, queue depths and gauges."""
         progress = self._runner.progress
         self.board.progress(progress.done, progress.launched)
+        lasted = time.time() - progress.started
+        if lasted > _EARLY_ALARM_S and progress.failed > self._config.reward.error_alarm * progress.launched:
+            self.board.alarm(f"answers fail to be scored; the first: {progress.first_error}")
         generating, scoring = self._flow.outstanding("generating"), self._flow.outstanding("scoring")
         self.board.observe(queues={"generating": generating, "scoring": scoring})
         self._metrics.queue("generating", generating)
@@ -212,8 +238,11 @@ class Session:
         for role in self._roles.reward:
             await _quietly(asyncio.wait_for(role.actor.close.remote(), 10))
         self._roles.shutdown()
-        self._monitors.close()
-        self._ledger.close()
+        for file in (self._monitors, self._ledger):
+            try:
+                file.close()
+            except UserError as error:  # a full disk; what counts was synced before the last checkpoint
+                log.warning("while closing: %s", error)
 
     async def _one_step(self) -> None:
         self._enter("generating")
@@ -223,12 +252,13 @@ class Session:
         self.board.wait("generate", "rollout workers", self._config.rollout.stall_deadline_s)
         try:
             result = await self._runner.train(self.step)
-        except Interrupted:
+        except (Interrupted, UserError):
             await self._flow.abort()
             raise
         finally:
             self.board.arrived("generate")
         generate = max((b - busy_before.get(w, 0.0) for w, b in self._flow.busy_s.items()), default=0.0)
+        self._safe_point = None
         header, ref = await self._learn(result)
         published_at = time.perf_counter()
         pause = 0.0
@@ -286,11 +316,13 @@ class Session:
         self._metrics.step(self.step, metrics, generated=result.launched_tokens, trained=trained)
         share = metrics["reward/error_share"]
         if share > config.reward.error_alarm:
-            text = next((h.error for hs in result.headers.values() for h in hs if h.error), "")
+            text = self._runner.progress.first_error
             self.board.alarm(
                 f"step {self.step}: {share:.1%} of the scores failed or timed out "
                 f"(reward.error_alarm is {config.reward.error_alarm:.1%}); the first: {text}"
             )
+        elif math.isnan(metrics["reward/mean"]) and result.scored:
+            self.board.alarm(f"step {self.step}: no answer has a reward, all reward functions abstained")
         for message in self._monitors.failures:
             self.board.alarm(message)
         if config.run.debug:
@@ -303,7 +335,7 @@ class Session:
         began = time.perf_counter()
         try:
             found = await self._runner.evaluate(self.step)
-        except Interrupted:
+        except (Interrupted, UserError):
             await self._flow.abort()
             raise
         correct_at = self._config.evaluation.correct_at
@@ -352,7 +384,7 @@ class Session:
                 self._flow.forget(self._recorded.pop((split, step), ()))
         except ray.exceptions.RayError as error:
             # the archive is for people; training goes on without it and says so
-            self.board.alarm(f"the history role died, rollouts are no longer archived: {error}")
+            self.board.alarm(f"the history role died, rollouts are no longer archived: {brief(error)}")
             self._roles.history = None
             if self._archiving is not None:
                 self._archiving.cancel()
@@ -384,9 +416,15 @@ class Session:
         began = time.perf_counter()
         with self._store.begin(state["step"]) as writer:
             await self._roles.learner_queue.put_async(SaveEnvelope(directory=str(writer.path)))
-            await self._wait(
-                "checkpoint", "learner", anext(self._learner_events), self._config.learner.deadline_s, safe=False
-            )
+            try:
+                await self._wait(
+                    "checkpoint", "learner", anext(self._learner_events), self._config.learner.deadline_s, safe=False
+                )
+            except ray.exceptions.RayError as error:
+                fault = user_error(error)
+                if fault is None:
+                    raise
+                raise CheckpointError(f"{fault}. Earlier checkpoints are intact.") from None
             if self._roles.history is not None and self._recorded:
                 await asyncio.wait_for(self._history_drained(), _HISTORY_DEADLINE_S)
             self._ledger.sync()
@@ -416,6 +454,16 @@ class Session:
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(coroutine)
         self._background.add(task)
+
+
+async def _answer(role: Role) -> None:
+    """Wait until a role is up; raises what its constructor wants the user to mend."""
+    try:
+        await role.actor.health.remote()
+    except ray.exceptions.RayError as error:  # any other death is for the flow to deal with
+        fault = user_error(error)
+        if fault is not None:
+            raise fault from None
 
 
 async def _quietly(awaitable: Awaitable[Any]) -> None:

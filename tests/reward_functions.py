@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 
 
 def constant(prompts, completions, **columns):
@@ -34,3 +35,27 @@ def length(prompts, completions, **columns):
 def slow(prompts, completions, **columns):
     time.sleep(0.05)
     return [float(len(c)) for c in completions]
+
+
+KINDS = ("fine", "fine", "fine", "raises", "too_many", "nan", "hangs", "dies")
+
+
+def kind_of(completion):
+    """How ``misbehaves`` treats an answer: a function of its text alone."""
+    return KINDS[zlib.crc32(completion.encode()) % len(KINDS)]
+
+
+def misbehaves(prompts, completions, **columns):
+    """Scores some answers, never with less than 1, and fails in every way there is for others."""
+    match kind_of(completions[0]):
+        case "raises":
+            raise RuntimeError("no verdict today")
+        case "too_many":
+            return [1.0, 2.0]
+        case "nan":
+            return [float("nan")]
+        case "hangs":
+            time.sleep(3600)
+        case "dies":
+            os._exit(7)
+    return [1.0 + len(completions[0])]
