@@ -31,7 +31,7 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
         environment = {"SLIPSTREAM_CACHE": str(cache)}
         first = run_training(parent, "first", environment=environment, sample_memory=True)
         later = [
-            run_training(parent, f"later-seed{seed}", [f"run.seed={seed}"], environment=environment, sample_memory=True)
+            run_training(parent, f"seed{seed}", [f"run.seed={seed}"], environment=environment, sample_memory=True)
             for seed in range(1, seeds + 1)
         ]
     return report(first, later)
