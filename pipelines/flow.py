@@ -176,9 +176,7 @@ class SampleFlow:
         while True:
             role = self._roles.reward[index]
             try:
-                stream = role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(
-                    self._roles.reward_queue
-                )
+                stream = run_stream(role, self._roles.reward_queue)
                 async for header, ref in pairs(stream):
                     self._fruitless.pop(f"reward-{index}", None)
                     for position, item in enumerate(header.items):
@@ -261,6 +259,11 @@ class SampleFlow:
         call = role.actor.set_weights.remote(published.manifest, [published.ref])
         acknowledged: dict[str, float] = await asyncio.wait_for(call, _WEIGHTS_DEADLINE_S)
         return acknowledged
+
+
+def run_stream(role: Role, queue: Any) -> Any:
+    """Start a role's loop over ``queue``; the caller owns what it yields."""
+    return role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(queue)
 
 
 async def pairs(stream: Any) -> AsyncIterator[tuple[Any, Any]]:

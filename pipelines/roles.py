@@ -6,6 +6,7 @@ weights and its queue before it may work, and because names on the dashboard sho
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from actors.learner import worker as learner_worker
 from actors.reward import worker as reward_worker
 from actors.rollout import worker as rollout_worker
 from pipelines.config import Config
+from pipelines.faults import user_error
 from pipelines.run_data import RunData
 from storage.records import WeightsManifest
 
@@ -91,6 +93,19 @@ class Roles:
     def everyone(self) -> list[Role]:
         """All living roles."""
         return [*self.rollout, *self.reward, *[r for r in (self.learner, self.history) if r is not None]]
+
+    async def answer(self) -> None:
+        """Wait until everyone is up; raises ``UserError`` for what a constructor wants the user to mend."""
+
+        async def one(role: Role) -> None:
+            try:
+                await role.actor.health.remote()
+            except ray.exceptions.RayError as error:  # any other death is for the flow to deal with
+                fault = user_error(error)
+                if fault is not None:
+                    raise fault from None
+
+        await asyncio.gather(*map(one, self.everyone()))
 
     def shutdown(self) -> None:
         """Kill what the conductor started; for the end of a run, when nothing is in flight."""

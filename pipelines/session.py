@@ -11,16 +11,17 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from actors.bundles import LearnerHeader, RecordEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
+from actors.bundles import LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
+from pipelines.archiving import Archiving
 from pipelines.cluster import shortage
 from pipelines.config import Config
 from pipelines.evaluation import evaluate
-from pipelines.faults import brief, user_error
-from pipelines.flow import SampleFlow, pairs
+from pipelines.faults import user_error
+from pipelines.flow import SampleFlow, pairs, run_stream
 from pipelines.monitoring import MonitorGroup, open_monitors
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
-from pipelines.roles import Published, Role, Roles
+from pipelines.roles import Published, Roles
 from pipelines.rounds import Interrupted, RoundResult, RoundRunner, unless_stopped
 from pipelines.run_data import SAMPLED_SUFFIX, RunData
 from pipelines.scheduling.all_at_once import AllAtOnce
@@ -32,7 +33,7 @@ from storage.errors import UserError
 from storage.history.archive import RolloutArchive
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
-from storage.records import TRAIN_SPLIT, GroupKey, SampleHeader
+from storage.records import TRAIN_SPLIT
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ T = TypeVar("T")
 
 LEARNER_COMPONENT = "learner"
 MODEL_COMPONENT = "model"
-_HISTORY_DEADLINE_S = 120.0
 _COMPACT_BYTES = 1 << 20
 _EARLY_ALARM_S = 20.0
 """Age of a round at which failed scores are reported before it ends: functions that time out make it a long one."""
@@ -126,10 +126,8 @@ class Session:
         self._runner = RoundRunner(config, data, self._flow, self._source, self._ledger, policy, self._stop)
         self._watchdog = Watchdog(self._roles, self._flow, self.board, config)
         self._learner_events: Any = None
-        self._history_events: Any = None
-        self._recorded: dict[tuple[str, int], tuple[GroupKey, ...]] = {}
+        self._archiving = Archiving(self._roles, self._flow, self.board)
         self._background: set[asyncio.Task[None]] = set()
-        self._archiving: asyncio.Task[None] | None = None
         self._step_began = 0.0
         self._safe_point: dict[str, Any] | None = None
 
@@ -143,15 +141,13 @@ class Session:
             version=version, learner_directory=learner_directory, with_learner=self._train, history=archive
         )
         self._flow.start()
-        if self._roles.history is not None:
-            self._history_events = self._call(self._roles.history, self._roles.history_queue)
-            self._spawn(self._read_history())
+        self._archiving.start()
         if self._roles.learner is not None:
-            self._learner_events = pairs(self._call(self._roles.learner, self._roles.learner_queue))
+            self._learner_events = pairs(run_stream(self._roles.learner, self._roles.learner_queue))
             header, ref = await self._started("learner", anext(self._learner_events))
             self._roles.published = Published(header.manifest, ref)
             await self._started("rollout workers", self._flow.publish())
-        await self._started("all roles", asyncio.gather(*map(_answer, self._roles.everyone())))
+        await self._started("all roles", self._roles.answer())
         self._spawn(self._watchdog.run())
 
     async def _started(self, who: str, awaitable: Awaitable[T]) -> T:
@@ -165,9 +161,6 @@ class Session:
                 f"not started within cluster.start_deadline_s={deadline:g} s: {who} ({reason}); lower what is "
                 "reserved, add nodes, or raise the deadline"
             ) from None
-
-    def _call(self, role: Any, queue: Any) -> Any:
-        return role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(queue)
 
     async def train(self) -> Literal["finished", "stopped"]:
         """Run steps until the last one, the end of the data, or a request to stop.
@@ -228,8 +221,8 @@ class Session:
     async def close(self) -> None:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved."""
         self._flow.close()
-        if self._roles.history is not None and self._recorded:
-            await _quietly(asyncio.wait_for(self._history_drained(), _HISTORY_DEADLINE_S))
+        await self._archiving.drain()
+        self._archiving.close()
         for task in self._background:
             task.cancel()
         for queue in (self._roles.learner_queue, self._roles.history_queue):
@@ -272,7 +265,7 @@ class Session:
         self._ledger.close_epochs(TRAIN_SPLIT, self._source.epoch - 1)
         self._ledger.sync()
         self.step += 1
-        await self._record(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
+        await self._archiving.add(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
         ended = time.perf_counter()
         clock = StepClock(
             step=ended - self._step_began,
@@ -353,48 +346,12 @@ class Session:
         self._monitors.log(self.step, metrics)
         self.board.finish_evaluation(self.step, metrics, seconds)
         for split, groups in found.items():
-            complete = {key: headers for key, headers in groups.items() if headers}
-            await self._record(split, self.step, tuple(complete), complete, {})
+            size = self._config.evaluation.samples if split.endswith(SAMPLED_SUFFIX) else 1
+            complete = {key: headers for key, headers in groups.items() if len(headers) == size}
+            self._flow.forget([key for key in groups if key not in complete])
+            await self._archiving.add(split, self.step, tuple(complete), complete, {})
         self._step_began += time.perf_counter() - began
         return metrics
-
-    async def _record(
-        self,
-        split: str,
-        step: int,
-        keys: tuple[GroupKey, ...],
-        headers: Mapping[GroupKey, list[SampleHeader] | Any],
-        advantages: Mapping[GroupKey, Any],
-    ) -> None:
-        """Hand groups to the history role; their references are kept until it has written them."""
-        if self._archiving is not None:  # still on its way: the queue is full
-            arrival = asyncio.wait({self._archiving})
-            await self._wait("history queue", "history", arrival, 0.0, safe=False)
-        if self._roles.history is None:
-            self._flow.forget(keys)
-            return
-        groups = tuple(self._flow.group(key, len(headers[key])) for key in keys)
-        self._recorded[split, step] = keys
-        envelope = RecordEnvelope(split=split, step=step, groups=groups, advantages=advantages)
-        self._archiving = asyncio.create_task(self._roles.history_queue.put_async(envelope))
-
-    async def _read_history(self) -> None:
-        try:
-            async for (split, step), _ in pairs(self._history_events):
-                self._flow.forget(self._recorded.pop((split, step), ()))
-        except ray.exceptions.RayError as error:
-            # the archive is for people; training goes on without it and says so
-            self.board.alarm(f"the history role died, rollouts are no longer archived: {brief(error)}")
-            self._roles.history = None
-            if self._archiving is not None:
-                self._archiving.cancel()
-            for keys in self._recorded.values():
-                self._flow.forget(keys)
-            self._recorded.clear()
-
-    async def _history_drained(self) -> None:
-        while self._recorded:
-            await asyncio.sleep(0.05)
 
     def _state(self) -> dict[str, Any]:
         """Where the run stands between two steps: what a checkpoint must say."""
@@ -425,8 +382,7 @@ class Session:
                 if fault is None:
                     raise
                 raise CheckpointError(f"{fault}. Earlier checkpoints are intact.") from None
-            if self._roles.history is not None and self._recorded:
-                await asyncio.wait_for(self._history_drained(), _HISTORY_DEADLINE_S)
+            await self._archiving.drain()
             self._ledger.sync()
             self._monitors.sync()
             writer.commit(state)
@@ -454,16 +410,6 @@ class Session:
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(coroutine)
         self._background.add(task)
-
-
-async def _answer(role: Role) -> None:
-    """Wait until a role is up; raises what its constructor wants the user to mend."""
-    try:
-        await role.actor.health.remote()
-    except ray.exceptions.RayError as error:  # any other death is for the flow to deal with
-        fault = user_error(error)
-        if fault is not None:
-            raise fault from None
 
 
 async def _quietly(awaitable: Awaitable[Any]) -> None:
