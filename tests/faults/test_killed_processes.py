@@ -1,5 +1,6 @@
 """Roles that are killed in the middle of a step lose nothing."""
 
+import json
 import os
 import signal
 import threading
@@ -80,3 +81,19 @@ def test_killed_learner_ends_the_run_with_a_way_to_go_on(ray_session, random_lla
     assert train(config, name="kill-learner", resume=run) == 0
     keys = trained_keys(run)
     assert len(keys) == len(set(keys)) == 24
+
+
+def test_killed_history_costs_the_archive_and_not_the_run(ray_session, random_llama, tmp_path):
+    config = small_config(
+        random_llama, tmp_path, "kill-history", "run.steps=4", "rollout.max_tokens=60", "rollout.max_rows=2",
+    )  # fmt: skip
+    killer = Killer("kill-history", "history")
+    killer.start()
+    assert train(config, name="kill-history") == 0
+    killer.join(5)
+    assert killer.killed is not None
+    run = tmp_path / "kill-history"
+    assert len(trained_keys(run)) == len(set(trained_keys(run))) == 16
+    [alarm] = json.loads((run / "status.json").read_text())["alarms"]
+    assert alarm.startswith("the history role died, rollouts are no longer archived: ")
+    assert "\n" not in alarm
