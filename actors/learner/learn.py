@@ -96,12 +96,16 @@ def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
     while True:
         command = channel.receive()
         if isinstance(command, TrainBatch):
-            report = learner.train_step(command.groups, command.step)
-            manifest, buffer = pack(learner.state(), learner.version) if report.stepped else (None, None)
-            yield Trained(report=report, manifest=manifest, buffer=buffer)
+            yield _trained(learner, command)  # no local name: a snapshot must not live on through the next step
         elif isinstance(command, Save):
             learner.save_model(Path(command.path) / MODEL_COMPONENT)
             learner.save(Path(command.path) / TRAINER_COMPONENT)
             yield Saved(path=command.path)
         else:
             return
+
+
+def _trained(learner: Learner, batch: TrainBatch) -> Trained:
+    report = learner.train_step(batch.groups, batch.step)
+    manifest, buffer = pack(learner.state(), learner.version) if report.stepped else (None, None)
+    return Trained(report=report, manifest=manifest, buffer=buffer)

@@ -96,6 +96,7 @@ class LearnerWorker:
         manifest, buffer = pack(self._learner.state(), version)
         yield LearnerHeader(kind="ready", version=version, manifest=manifest, metrics={}, advantages={})
         yield buffer
+        del buffer  # a snapshot is as large as the model: none may outlive its hand-over
         channel = _QueueChannel(queue)
         for event in learn(self._learner, channel):
             if isinstance(event, Trained):
@@ -109,6 +110,7 @@ class LearnerWorker:
                     advantages=event.report.advantages,
                 )
                 yield event.buffer
+                del event
             elif isinstance(event, Saved):
                 yield LearnerHeader(
                     kind="saved", version=self._learner.version, metrics={}, advantages={}, directory=event.path
