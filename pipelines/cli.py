@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Threads of torch sleep while they wait: in this process, and in those that a local Ray starts from it (elsewhere
     # the actors see to it). Spinning ones of several processes take the cores from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # One heap for each of a dozen threads would hold on to a gigabyte in the processes that load a real model.
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     status = _run(arguments)
     try:
         sys.stdout.flush()

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipelines.config import Config
+from pipelines.config import Config, RunOptions
 from pipelines.config_fields import (
     describe_annotation,
     field_docs,
@@ -28,6 +28,7 @@ from pipelines.config_layers import Layer, MergedValues, split_override
 from pipelines.yaml_documents import KeyPath, dump_yaml, parse_yaml
 from storage.errors import UserError
 from storage.files import atomic_write
+from storage.run_directory import find_run
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "baseline"
@@ -127,12 +128,20 @@ def load_for_evaluation(target: str, arguments: Sequence[str] = ()) -> Resolved:
     A run directory, or a checkpoint inside of one, brings its own; anything else is a model (name or directory) that is
     evaluated with the preset or file in ``arguments``.
     """
-    path = Path(target)
-    run = next((folder for folder in (path, *path.resolve().parents[:4]) if (folder / _RUN_CONFIG).is_file()), None)
+    run = find_run(target, Path(RunOptions().directory)) or _run_of_checkpoint(Path(target))
     source, overrides = split_arguments(arguments)
     if run is None or source is not None:
         return load([*([source] if source else []), f"model.path={target}", *overrides])
     return _resolve(_file_layers(run / _RUN_CONFIG, ()), overrides, name=run.name, with_profile=False)
+
+
+def _run_of_checkpoint(path: Path) -> Path | None:
+    """Return the run that a checkpoint, or a folder inside of one, belongs to."""
+    if not path.exists():
+        return None
+    folders = path.resolve().parents
+    run = next((folder.parent for folder in folders if folder.name == "checkpoints"), None)
+    return run if run is not None and (run / _RUN_CONFIG).is_file() else None
 
 
 def _is_within(key: str, names: Sequence[str]) -> bool:

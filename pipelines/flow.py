@@ -233,11 +233,17 @@ class SampleFlow:
         async with lock:
             if self._roles.rollout[index] is not dead:
                 return  # somebody else noticed first
-            self._count_crash(f"rollout-{index}", dead, error)
-            ray.kill(dead.actor)
-            successor = self._roles.replace_rollout(index)
-            if self._roles.published is not None:
-                await self._set_weights(successor)
+            while True:
+                self._count_crash(f"rollout-{index}", dead, error)
+                ray.kill(dead.actor)
+                dead = self._roles.replace_rollout(index)
+                if self._roles.published is None:
+                    return
+                try:
+                    await self._set_weights(dead)
+                    return
+                except (ray.exceptions.RayError, TimeoutError) as again:
+                    error = again  # the successor died as well: the count decides when to give up
 
     def _count_crash(self, slot: str, role: Role, error: BaseException) -> None:
         """Take note of a death; raises what the user must mend, or when successors die in turn without any result."""

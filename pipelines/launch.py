@@ -33,7 +33,7 @@ from pipelines.status import RunStatus
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
 from storage.models import resolve_model
-from storage.run_directory import RunDirectory
+from storage.run_directory import RunDirectory, find_run
 
 _POLL_S = 0.5
 _STATUS_DEADLINE_S = 10.0
@@ -104,10 +104,11 @@ def newest_intact(directory: RunDirectory, config: Config, console: Console) -> 
 def find_model(target: str, config: Config, console: Console) -> Path:
     """Return the Hugging Face directory that ``target`` means."""
     path = Path(target)
-    if (path / "config.yaml").is_file():
-        newest = CheckpointStore(RunDirectory.open(path).checkpoints, config.checkpoint.keep_last).latest()
+    run = find_run(target, Path(config.run.directory))
+    if run is not None:
+        newest = CheckpointStore(RunDirectory(run).checkpoints, config.checkpoint.keep_last).latest()
         if newest is None:
-            raise UserError(f"{path} is a run without a complete checkpoint: there is no model to evaluate yet")
+            raise UserError(f"{run} is a run without a complete checkpoint: there is no model to evaluate yet")
         return newest.component(MODEL_COMPONENT)
     if (path / MODEL_COMPONENT / "config.json").is_file():
         return path / MODEL_COMPONENT
@@ -162,7 +163,7 @@ def _drive(
     namespace = f"slipstream-{directory.path.name}"
     remote = ray.remote(concurrency_groups=conductor_module.CONCURRENCY_GROUPS)(Conductor)
     actor = remote.options(name="conductor", namespace=namespace, num_cpus=0, max_restarts=0).remote(
-        config, str(directory.path), namespace, dashboard
+        config, str(directory.path.absolute()), namespace, dashboard
     )
     pending = actor.run.remote(data, checkpoint, train=train)
     signals = _Signals(lambda: actor.stop.remote())

@@ -142,7 +142,7 @@ def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> Ru
     }
     longest = max(len(prompt.token_ids) for group in (trained, *held_out.values()) for prompt in group)
     return RunData(
-        model_path=str(model_path),
+        model_path=str(model_path.absolute()),
         train=trained if train else (),
         evaluation=held_out,
         stop_token_ids=eos_token_ids(model_path),

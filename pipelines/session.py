@@ -130,11 +130,12 @@ class Session:
         self._background: set[asyncio.Task[None]] = set()
         self._step_began = 0.0
         self._safe_point: dict[str, Any] | None = None
+        self._evaluated: tuple[int, dict[str, float]] | None = None
 
     async def start(self) -> None:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
         config = self._config
-        archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" and self._train else None
+        archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" else None
         learner_directory = str(self._resume.component(LEARNER_COMPONENT)) if self._resume is not None else None
         version = self._resume.meta["version"] if self._resume is not None else 0
         self._roles.start(
@@ -179,7 +180,7 @@ class Session:
                 await self._one_step()
                 self._safe_point = self._state()
                 every = config.evaluation.every
-                last = self.step >= self._data.total_steps
+                last = self.step >= self._data.total_steps or self._source.remaining == 0
                 if every and self.step % every == 0 and not (last and config.evaluation.after):
                     await self._evaluate()
                 if config.checkpoint.every and self.step % config.checkpoint.every == 0 and not last:
@@ -242,7 +243,7 @@ class Session:
         self.board.start_step()
         busy_before = dict(self._flow.busy_s)
         version = self._roles.published.manifest.version if self._roles.published else 0
-        self.board.wait("generate", "rollout workers", self._config.rollout.stall_deadline_s)
+        self.board.wait("generate", "rollout workers")  # the watchdog looks after each of them
         try:
             result = await self._runner.train(self.step)
         except (Interrupted, UserError):
@@ -324,13 +325,18 @@ class Session:
     async def _evaluate(self) -> dict[str, float]:
         if not self._data.evaluation:
             return {}
+        if self._evaluated is not None and self._evaluated[0] == self.step:
+            return self._evaluated[1]  # same weights, same keys
         self._enter("evaluating")
         began = time.perf_counter()
+        self.board.wait("evaluate", "rollout and reward workers")
         try:
             found = await self._runner.evaluate(self.step)
         except (Interrupted, UserError):
             await self._flow.abort()
             raise
+        finally:
+            self.board.arrived("evaluate")
         correct_at = self._config.evaluation.correct_at
         metrics: dict[str, float] = {}
         for name in self._data.evaluation:
@@ -351,6 +357,7 @@ class Session:
             self._flow.forget([key for key in groups if key not in complete])
             await self._archiving.add(split, self.step, tuple(complete), complete, {})
         self._step_began += time.perf_counter() - began
+        self._evaluated = (self.step, metrics)
         return metrics
 
     def _state(self) -> dict[str, Any]:

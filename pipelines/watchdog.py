@@ -65,6 +65,9 @@ class Watchdog:
             return
         since = self._since.setdefault(role.name, now)
         report = await self._health(role)
+        if report.get("pending") == 0:  # a reward worker that is free while another one scores
+            self._since.pop(role.name, None)
+            return
         quiet = now - max(since, report.get("last_progress", 0.0))
         if quiet > deadline_s:
             message = (

@@ -88,6 +88,7 @@ class RunDirectory:
     def latest(cls, parent: Path) -> RunDirectory:
         """The run in ``parent`` that changed last; raises ``UserError`` if there is none."""
         runs = [cls(parent / name) for name in _run_names(parent)]
+        runs = [run for run in runs if run.ledger.exists()] or runs  # evaluations have directories, too
         if not runs:
             raise UserError(f"{parent} holds no runs: start one with `slipstream train`, or name a run directory")
         return max(runs, key=cls._changed)
@@ -125,6 +126,11 @@ class RunDirectory:
             with suppress(OSError):
                 times.append(path.stat().st_mtime)
         return max(times)
+
+
+def find_run(name: str, parent: Path) -> Path | None:
+    """Return the run directory that ``name`` is, or that it names in ``parent``; None when there is none."""
+    return next((path for path in (Path(name), parent / name) if (path / _CONFIG).is_file()), None)
 
 
 def _run_names(folder: Path) -> list[str]:
