@@ -143,7 +143,7 @@ def _warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, progre
     rng = np.random.default_rng(_WARM_UP.seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
     started = time.monotonic()
-    progress("building the tiny model: a short supervised warm-up, once (about half a minute)")
+    progress("building the tiny model: a short supervised warm-up, once (about a minute)")
     for step in range(1, _WARM_UP.max_steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = _learning_rate(step)
