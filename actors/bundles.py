@@ -6,7 +6,7 @@ small model. An envelope in a queue is ``(header, [ref, ...])``: a bare referenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,12 +131,3 @@ def gather(bundles: Sequence[Bundle], places: Sequence[tuple[int, int]]) -> tupl
 def bundles_of(samples: Sequence[Sample], prompts: Mapping[GroupKey, Prompt]) -> Bundle:
     """Pack samples with just the prompts that they need."""
     return Bundle(samples=tuple(samples), prompts={sample.key: prompts[sample.key] for sample in samples})
-
-
-def distinct(refs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Yield (first position, reference) once per distinct reference, in order."""
-    seen: set[Any] = set()
-    for position, ref in enumerate(refs):
-        if ref not in seen:
-            seen.add(ref)
-            yield position, ref

@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Conductor:
-    """Wrap with ``ray.remote(concurrency_groups={"work": 1, "control": 8})``."""
+    """Wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
 
     def __init__(self, config: Config, directory: str, namespace: str, dashboard_url: str = "") -> None:
         """Remember what to run; :meth:`run` starts everything."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.config import Config
-from pipelines.run_data import RunData, load_run_data, total_steps
+from pipelines.run_data import RunData, load_run_data
 from pipelines.sizes import Machine, MemoryEstimate, ModelShape, asks_for_gpu, machine_doubts, machine_problems
 from storage.errors import UserError
 
@@ -119,7 +119,7 @@ def inspect_run(config: Config) -> Preflight:
         )
     return Preflight(
         prompts=prompts,
-        steps=total_steps(config, prompts),
+        steps=config.planned_steps(prompts),
         longest_prompt=longest,
         max_length=max_length,
         shape=shape,

@@ -5,7 +5,6 @@ The tokenizer is loaded here and in the rollout workers only; the conductor gets
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +65,6 @@ class RunData:
             splits[name] = self.greedy_sampling(config)
             splits[name + SAMPLED_SUFFIX] = self.training_sampling(config)
         return splits
-
-
-def total_steps(config: Config, prompts: int) -> int:
-    """Return the number of optimiser steps that ``run.steps`` and ``run.epochs`` ask for; the smaller one counts."""
-    per_epochs = math.ceil(config.run.epochs * prompts / config.rollout.prompts_per_step)
-    wanted = [steps for steps in (config.run.steps, per_epochs) if steps]
-    return min(wanted)
 
 
 def tokenizer_fingerprint(model_path: Path) -> int:
@@ -147,7 +139,7 @@ def load_run_data(config: Config, model_path: Path, *, train: bool = True) -> Ru
         evaluation=held_out,
         stop_token_ids=eos_token_ids(model_path),
         max_length=min(context, longest + config.rollout.max_tokens),
-        total_steps=total_steps(config, len(trained)),
+        total_steps=config.planned_steps(len(trained)),
         tokenizer_fingerprint=tokenizer_fingerprint(model_path),
     )
 
