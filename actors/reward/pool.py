@@ -391,21 +391,25 @@ class ScoringPool:
         self._start_child()
 
     def _replace(self, child: _Child, status: ScoreStatus, reason: str) -> None:
-        """Charge the sample in hand, put those behind it back, and start another child."""
-        now = time.monotonic()
-        if not child.in_flight and not child.productive:
-            self._give_up_or_restart(child, reason)
-            return
+        """Charge the sample in hand, put those behind it back, and start another child.
+
+        A child that died before it read the sample (killed while it was idle) had none in hand.
+        """
         waiting = list(child.in_flight)
-        self._remove(child)
-        if waiting:
-            job = waiting.pop(0)
+        begun = child.process.unread < sum(len(job.frame) for job in waiting)
+        seconds = time.monotonic() - child.busy_since
+        child.in_flight.clear()
+        if begun:
             specs = ", ".join(f["function"] for f in self._functions)
-            self._finish(self._failed(job.ident, status, f"{specs}: {reason}", now - child.busy_since))
+            self._finish(self._failed(waiting.pop(0).ident, status, f"{specs}: {reason}", seconds))
             self._barren = 0
         with self._changed:
             self._queue.extendleft(reversed(waiting))
-        self._start_child()
+        if not begun and not child.productive:
+            self._give_up_or_restart(child, reason)
+        else:
+            self._remove(child)
+            self._start_child()
 
     def _remove(self, child: _Child) -> None:
         self._children.remove(child)

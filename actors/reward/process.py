@@ -7,12 +7,14 @@ that killing it takes along whatever the reward function started.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,13 +72,20 @@ class ChildProcess:
         self.pid = self._process.pid
         self._frames = FrameBuffer()
         self._unsent = bytearray()
+        self._hung_up = False
         self._tail = bytearray()
         self.send(encode({"functions": list(functions)}))
 
     @property
     def writing(self) -> bool:
         """Whether bytes wait for room in the request pipe; call :meth:`flush` when it is writable."""
-        return bool(self._unsent)
+        return bool(self._unsent) and not self._hung_up
+
+    @property
+    def unread(self) -> int:
+        """Bytes of what was sent that the process has not taken up; what it read before it died does not count."""
+        in_pipe = fcntl.ioctl(self.requests, termios.FIONREAD, b"\0" * 4)
+        return len(self._unsent) + int.from_bytes(in_pipe, sys.byteorder)
 
     @property
     def alive(self) -> bool:
@@ -97,7 +106,7 @@ class ChildProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._unsent.clear()
+            self._hung_up = True
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the replies that have arrived, and whether the channel has ended; raises ``WireError``."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from actors.reward.pool import ScoreItem, ScoringPool
+from actors.reward.process import ChildProcess
 from storage.errors import UserError
 from tests.actors.reward.conftest import MODULE, drain, gone, is_running, options, score
 
@@ -266,6 +267,17 @@ def test_process_that_is_killed_while_idle_is_replaced_and_nothing_charged(make_
     pool = make_pool("length")
     score(pool, "x")
     (before,) = pool.pids
+    os.kill(before, signal.SIGKILL)
+    assert gone(before)
+    assert score(pool, "xx")[0].reward == 2.0
+    assert pool.pids != [before]
+
+
+def test_process_whose_death_is_noticed_only_after_a_sample_was_sent_costs_no_sample(make_pool, monkeypatch):
+    pool = make_pool("length")
+    score(pool, "x")
+    (before,) = pool.pids
+    monkeypatch.setattr(ChildProcess, "alive", True)
     os.kill(before, signal.SIGKILL)
     assert gone(before)
     assert score(pool, "xx")[0].reward == 2.0
