@@ -10,9 +10,11 @@ import numpy.typing as npt
 from actors.rollout.engine import Completion
 from actors.rollout.pass_planner import Pass
 from actors.rollout.row_pool import RowPool
-from actors.rollout.verification import accepted_counts
+from actors.rollout.sampling import acceptance_uniforms, position_keys
+from actors.rollout.verification import LenientDrafts, accepted_counts, leniently_kept_counts
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -26,7 +28,13 @@ class Emission:
     """
 
     def __init__(
-        self, pool: RowPool, work: Pass, drawn: Int64Array, logprobs: npt.NDArray[np.float32], version: int
+        self,
+        pool: RowPool,
+        work: Pass,
+        drawn: Int64Array,
+        logprobs: Float32Array,
+        scored: Float32Array | None,
+        version: int,
     ) -> None:
         """Append the tokens to their rows.
 
@@ -35,6 +43,7 @@ class Emission:
             work: The pass.
             drawn: int64[len(work.logit_index)], one token per draw.
             logprobs: float32 of the same length; not finite where the logits were not.
+            scored: float32 of the same length, log-probabilities of ``work.wanted()``.
             version: Version of the weights.
         """
         table, rows = pool.table, work.drawing
@@ -46,7 +55,15 @@ class Emission:
         scores = np.zeros(real.shape, np.float32)
         tokens[real], scores[real] = drawn, logprobs
         accepted = accepted_counts(tokens, work.drafts, work.draft_lengths)
-        self.emitted, self.stopped, self.failed = _cut(tokens, scores, table.stop_ids[rows], accepted + 1)
+        offered = accepted + 1
+        if work.lenient is not None and scored is not None:
+            policy = np.zeros(real.shape, np.float32)
+            policy[real] = scored
+            at = work.lenient.rows
+            accepted[at] = self._keep_leniently(work, work.lenient, tokens, scores, policy[at, :-1])
+            table.held[rows[at]] = unfinished = work.lenient.cut & (accepted[at] == work.draft_lengths[at])
+            offered[at] = accepted[at] + 1 - unfinished
+        self.emitted, self.stopped, self.failed = _cut(tokens, scores, table.stop_ids[rows], offered)
         self._append(tokens, scores)
         if table.watched[rows].any():
             self._cut_at_texts()
@@ -75,6 +92,21 @@ class Emission:
                 finished.append(self._pool.completion(index, "stop" if self.stopped[j] else "length"))
             self._pool.release(index)
         return finished
+
+    def _keep_leniently(
+        self, work: Pass, lenient: LenientDrafts, tokens: Int64Array, scores: Float32Array, policy: Float32Array
+    ) -> Int64Array:
+        """Overwrite drawn tokens, and their log-probabilities, with the draft tokens that are kept; return how many."""
+        table, at = self._pool.table, lenient.rows
+        rows, lengths = self._rows[at], work.draft_lengths[at]
+        steps = np.arange(policy.shape[1])
+        positions = (table.length[rows] - table.prompt[rows])[:, None] + steps
+        uniforms = acceptance_uniforms(position_keys(table.key[rows][:, None], positions))
+        kept = leniently_kept_counts(policy, lenient.logprobs, lenient.lenience, uniforms, lengths)
+        inside = steps < kept[:, None]
+        tokens[at, :-1] = np.where(inside, work.drafts[at], tokens[at, :-1])
+        scores[at, :-1] = np.where(inside, policy, scores[at, :-1])
+        return kept
 
     def _append(self, tokens: Int64Array, scores: npt.NDArray[np.float32]) -> None:
         table, rows = self._pool.table, self._rows

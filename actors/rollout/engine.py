@@ -14,7 +14,9 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from storage.records import FinishReason, Int32Array, SamplingParams, Segment, WeightsManifest
+from storage.records import FinishReason, Float32Array, Int32Array, SamplingParams, Segment, WeightsManifest
+
+Int64Array = npt.NDArray[np.int64]
 
 SwapMode = Literal["reprefill", "keep_kv", "drain"]
 
@@ -104,32 +106,77 @@ class StepObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowView:
-    """What a draft source sees of a running row.
+class RunningRows:
+    """Rows that may get a draft in the coming pass, in no particular order.
 
     Attributes:
-        request_id: As in the request.
-        group: As in the request.
-        prompt_ids: int32[n].
-        answer_ids: int32[m], the answer so far (a view, valid during the call).
-        room: Most draft tokens that this row can still use.
+        handles: int64[n], index of each row in the engine's arrays; a row's own from ``open`` to ``close``.
+        tokens: int32[handles, columns], prompt and answer of every row of the engine; row i of this batch is
+            ``tokens[handles[i], :length[i]]``. A view, valid during the call, to be read only.
+        prompt: int64[n], prompt tokens.
+        length: int64[n], prompt and answer tokens.
+        room: int64[n], most draft tokens that the row can still use: the token behind them is its last.
     """
 
-    request_id: int
-    group: int | None
-    prompt_ids: Int32Array
-    answer_ids: Int32Array
-    room: int
+    handles: Int64Array
+    tokens: Int32Array
+    prompt: Int64Array
+    length: Int64Array
+    room: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Continuations of running rows, to be verified in one pass.
+
+    Verified exactly, a draft leaves the sampled tokens what they are. Verified leniently (SPEC-RL, arXiv 2509.23232),
+    draft token x is kept with probability min(1, lenience * p(x) / q(x)), p being what the row would be sampled from;
+    at the first token that is not kept the answer goes on with a draw from p. That is biased.
+
+    A pass has a bound on its tokens. A lenient draft that is cut there is not over: when all of the cut is kept, the
+    row draws nothing behind it, and the source is asked for the rest in the next pass.
+
+    Attributes:
+        tokens: int32[n, width]; columns at and beyond ``lengths`` are ignored.
+        lengths: int64[n], 0 <= length; longer than ``room`` is cut, 0 is plain decoding.
+        lenience: float32[n], natural logarithm of the lenience of rows verified leniently; NaN, or ``None`` for all:
+            exactly.
+        logprobs: float32[n, width], log q of the draft's tokens under the law that drew them; lenient rows need it.
+            A token with a value of NaN is not kept.
+    """
+
+    tokens: Int32Array
+    lengths: Int64Array
+    lenience: Float32Array | None = None
+    logprobs: Float32Array | None = None
 
 
 class DraftSource(Protocol):
-    """Proposes continuations that the engine verifies; it never changes what is sampled, only how fast."""
+    """Proposes continuations that the engine verifies.
 
-    def propose(self, rows: Sequence[RowView]) -> Sequence[npt.NDArray[np.int32]]:
-        """Return one int32[k] per row, 0 <= k; longer than ``room`` is cut, an empty array means plain decoding."""
+    One that raises is not asked again: the engine goes on without drafts.
+    """
 
-    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Hear how the draft of a row fared in the step just done."""
+    def open(self, handle: int, request: Request) -> bool:
+        """Hear that a request got a slot, for the first time or again.
+
+        Returns:
+            True when there is a draft for its very first new token: the row then draws nothing in the pass that
+            prefills it, and gets its draft in the next.
+        """
+
+    def close(self, handle: int) -> None:
+        """Hear that a row left (finished, aborted or parked); its handle may be used again."""
+
+    def propose(self, rows: RunningRows) -> Drafts:
+        """Return a draft for each row."""
+
+    def observe(self, handles: Int64Array, drafted: Int64Array, accepted: Int64Array) -> None:
+        """Hear how the rows fared that had a draft in the pass just done.
+
+        Args:
+            handles, drafted, accepted: int64[m] each: the rows, their draft tokens verified, and those kept.
+        """
 
 
 class RolloutEngine(Protocol):

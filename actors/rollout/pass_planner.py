@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from actors.rollout.engine import DraftSource, RowView
+from actors.rollout.drafting import Drafting
 from actors.rollout.row_pool import RowPool
 from actors.rollout.step_layout import Feed
+from actors.rollout.verification import LenientDrafts
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -25,6 +26,7 @@ class Pass:
         logit_index: int64[sum of (draft_lengths + 1)], fed token that each draw stands behind, row by row.
         drafts: int64[d, longest], draft tokens, padded with -1.
         draft_lengths: int64[d].
+        lenient: How some drafts are verified leniently; ``rows`` in it index ``drawing``.
         followers: Rows that take over the prompt that a sibling (the key) computes in this pass.
         prefill: Prompt and prefix tokens in the pass.
     """
@@ -35,22 +37,29 @@ class Pass:
     logit_index: Int64Array
     drafts: Int64Array
     draft_lengths: Int64Array
+    lenient: LenientDrafts | None = None
     followers: dict[int, list[int]] = field(default_factory=dict)
     prefill: int = 0
+
+    def wanted(self) -> Int64Array | None:
+        """Tokens whose log-probability the lenient rule needs, int64[draws] (0 where it needs none); or ``None``."""
+        if self.lenient is None:
+            return None
+        tokens = np.zeros((len(self.drawing), self.drafts.shape[1] + 1), np.int64)
+        tokens[self.lenient.rows, :-1] = np.maximum(self.drafts[self.lenient.rows], 0)
+        return tokens[np.arange(tokens.shape[1]) <= self.draft_lengths[:, None]]
 
 
 class PassPlanner:
     """Plans passes over the rows of a pool.
 
-    ``prefill_tokens`` bounds prompt and prefix tokens per pass; ``vocabulary`` is the number of token ids that the
-    model can read.
+    ``prefill_tokens`` bounds the prompt, prefix and draft tokens of a pass; drafts get what prefill leaves.
     """
 
-    def __init__(self, pool: RowPool, drafts: DraftSource | None, prefill_tokens: int, vocabulary: int) -> None:
+    def __init__(self, pool: RowPool, drafting: Drafting, prefill_tokens: int) -> None:
         self._pool = pool
-        self._drafts = drafts
+        self._drafting = drafting
         self._prefill_tokens = prefill_tokens
-        self._vocabulary = vocabulary
 
     def plan(self, rows: Int64Array, version: int) -> Pass:
         """Plan one pass over ``rows`` (in order of slot, at least one) under the weights ``version``."""
@@ -61,26 +70,31 @@ class PassPlanner:
         if (behind > 1).any():
             prefill, followers = self._plan_prefill(rows[behind > 1], version)
             behind = table.length[rows] - table.cached[rows]
-        decoding = rows[behind == 1]
-        last = table.tokens[decoding, table.length[decoding] - 1].astype(np.int64)
-        drafts, lengths = self._propose(decoding)
+        decoding = rows[behind <= 1]
+        left = self._prefill_tokens - sum(amount for _, amount in prefill)
+        proposal = self._drafting.propose(table, decoding, left)
+        table.held[decoding] = True
+        decoding, drafts, lengths = proposal.rows, proposal.drafts, proposal.lengths
+        table.held[decoding] = False
+        starts = table.length[decoding] - 1
+        last = table.tokens[decoding, starts].astype(np.int64)
         counts = lengths + 1
         if drafts.shape[1]:
             wide = np.concatenate([last[:, None], drafts], axis=1)
             last = wide[np.arange(wide.shape[1]) < counts[:, None]]
         index = np.arange(len(last))
         if not prefill:
-            feed = Feed(table.slot[decoding], table.cached[decoding], counts, last, len(decoding))
-            return Pass(feed, decoding, decoding, index, drafts, lengths)
+            feed = Feed(table.slot[decoding], starts, counts, last, len(decoding))
+            return Pass(feed, decoding, decoding, index, drafts, lengths, proposal.lenient)
         tokens, drawing, places = [last], [], []
         at = len(last)
         for row, amount in prefill:
             start, prompt = int(table.cached[row]), int(table.prompt[row])
             tokens.append(table.tokens[row, start : start + amount].astype(np.int64))
-            if start + amount == table.length[row]:
+            if start + amount == table.length[row] and not table.held[row]:
                 drawing.append(row)
                 places.append(at + amount - 1)
-            for follower in followers.get(row, ()):
+            for follower in (f for f in followers.get(row, ()) if not table.held[f]):
                 drawing.append(follower)
                 places.append(at + prompt - 1 - start)
             at += amount
@@ -89,7 +103,7 @@ class PassPlanner:
         return Pass(
             feed=Feed(
                 slots=table.slot[fed],
-                starts=table.cached[fed],
+                starts=np.concatenate([starts, table.cached[fed[len(decoding) :]]]),
                 counts=np.concatenate([counts, amounts]),
                 tokens=np.concatenate(tokens),
                 decoding=len(decoding),
@@ -99,6 +113,7 @@ class PassPlanner:
             logit_index=np.concatenate([index, np.array(places, np.int64)]),
             drafts=np.pad(drafts, ((0, len(drawing)), (0, 0)), constant_values=-1),
             draft_lengths=np.pad(lengths, (0, len(drawing))),
+            lenient=proposal.lenient,
             followers=followers,
             prefill=int(amounts.sum()),
         )
@@ -135,23 +150,3 @@ class PassPlanner:
                 prefill.append((row, amount))
                 budget -= amount
         return prefill, followers
-
-    def _propose(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Ask for drafts; int64[rows, longest], padded with -1, and their lengths int64[rows]."""
-        if self._drafts is None or not len(rows):
-            return np.zeros((len(rows), 0), np.int64), np.zeros(len(rows), np.int64)
-        table = self._pool.table
-        room = table.limit[rows] - table.length[rows] - 1
-        views = []
-        for row, space in zip(rows.tolist(), room.tolist(), strict=True):
-            request = table[row].request
-            views.append(RowView(request.request_id, request.group, request.prompt_ids, table.answer(row), space))
-        proposed = [np.asarray(p[:space]) for p, space in zip(self._drafts.propose(views), room.tolist(), strict=True)]
-        drafts = np.full((len(rows), max(len(p) for p in proposed)), -1, np.int64)
-        for line, draft in zip(drafts, proposed, strict=True):
-            line[: len(draft)] = draft
-        # The model cannot read an id that it has no embedding for, so a draft ends before one.
-        readable = np.logical_and.accumulate((drafts >= 0) & (drafts < self._vocabulary), axis=1)
-        lengths = readable.sum(axis=1, dtype=np.int64)
-        width = int(lengths.max()) if drafts.size else 0
-        return np.where(readable, drafts, -1)[:, :width], lengths

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from actors.rollout.drafting import Drafting
 from actors.rollout.engine import Completion, Request
 from actors.rollout.row_table import MIXED, NOT_COMPUTED, RowTable
 from actors.rollout.sampling import request_key
@@ -53,6 +54,7 @@ class RowPool:
         run_seed: int,
         version: int,
         decode: Callable[[Sequence[int]], str] | None,
+        drafting: Drafting,
     ) -> None:
         self.table = RowTable(rows)
         self.cache = SlotCache(rows, max_length)
@@ -63,6 +65,7 @@ class RowPool:
         self._max_length = max_length
         self._run_seed = run_seed
         self._decode = decode
+        self._drafting = drafting
         self._running: dict[int, int] = {}
         self._queue: list[tuple[float, int, Request]] = []
         self._queued: set[int] = set()
@@ -305,6 +308,7 @@ class RowPool:
         self._running[request.request_id] = index
         if request.group is not None:
             self._groups[request.group].rows.add(index)
+        table.held[index] = self._drafting.open(index, request)
         return index
 
     def _evict(self) -> bool:
@@ -322,6 +326,7 @@ class RowPool:
     def _leave(self, index: int) -> None:
         """Take a row out of the running ones; it keeps its slot for now."""
         request = self.table[index].request
+        self._drafting.close(index)
         self.active = self.active[self.active != index]
         del self._running[request.request_id]
         if request.group is None:

@@ -47,9 +47,10 @@ class RowTable:
         logprobs: float32[rows, columns], at the places of the answer's tokens.
         prompt: int64[rows], prompt tokens.
         length: int64[rows], prompt and answer tokens.
-        cached: int64[rows], tokens whose key/value state is in the row's slot.
+        cached: int64[rows], tokens whose key/value state is in the row's slot; a row decodes when it lacks one at most.
         limit: int64[rows], length at which the row ends.
         slot: int64[rows], its slot in the cache.
+        held: bool[rows], True for a row that must be asked for a draft before it draws.
         old: bool[rows], True for a row that drains under the weights before the active ones.
         version: int64[rows], version of the segment that is being written; -1 when none is open.
         key: uint64[rows], noise key.
@@ -68,6 +69,7 @@ class RowTable:
         self.cached = np.zeros(rows, np.int64)
         self.limit = np.zeros(rows, np.int64)
         self.slot = np.zeros(rows, np.int64)
+        self.held = np.zeros(rows, np.bool_)
         self.old = np.zeros(rows, np.bool_)
         self.version = np.zeros(rows, np.int64)
         self.key = np.zeros(rows, np.uint64)
@@ -99,6 +101,7 @@ class RowTable:
         self.rows[index] = Row(request=request, marks=marks, stops=stops, stops_from=stops_from)
         self.prompt[index], self.length[index], self.cached[index] = len(prompt), length, 0
         self.limit[index], self.slot[index], self.old[index] = limit, slot, False
+        self.held[index] = False
         self.version[index] = marks[-1][2] if marks and marks[-1][1] == "policy" else -1
         self.key[index] = key
         self.temperature[index], self.top_p[index] = sampling.temperature, sampling.top_p

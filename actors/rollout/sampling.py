@@ -21,9 +21,13 @@ UInt64Array = npt.NDArray[np.uint64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A, _MIX_B = 0x7FEB352D, 0x846CA68B - (1 << 32)
+# Sets the uniforms that decide on drafts apart from the noise that tokens are drawn with.
+_ACCEPTANCE_SALT = 0xD1B54A32D192ED03
 # Elements per piece on a CPU: 2 MB, so that the dozen passes over a piece stay in the cache; pieces are few enough
 # for threads to meet rarely (on a shared machine each meeting can cost a time slice).
 _CHUNK = 1 << 19
+# The same elsewhere: 1 GB, so that the copies of a long draft's logits stay a small part of a GPU's memory.
+_DEVICE_CHUNK = 1 << 28
 # Candidates looked at first for a nucleus; widened until the nucleus is inside.
 _NUCLEUS = 64
 
@@ -45,6 +49,12 @@ def request_key(run_seed: int, request_id: int) -> int:
 def position_keys(request_keys: UInt64Array, positions: npt.NDArray[np.int64]) -> UInt64Array:
     """Return the noise key uint64[n] of each (request, position in the answer)."""
     return splitmix64(request_keys + positions.astype(np.uint64) * np.uint64(_GOLDEN))
+
+
+def acceptance_uniforms(keys: UInt64Array) -> npt.NDArray[np.float64]:
+    """Return a uniform number in (0, 1) for each position key, of 53 bits and independent of the token noise."""
+    bits = splitmix64(keys ^ np.uint64(_ACCEPTANCE_SALT)) >> np.uint64(11)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
 
 class Sampler:
@@ -99,17 +109,43 @@ class Sampler:
             then top-p over what top-k left, renormalised); 0 for greedy rows. A row with a logit of NaN or +inf has a
             non-finite log-probability.
         """
+        tokens, logprobs, _ = self.sample_and_score(logits, keys, temperature, top_p, top_k, None)
+        return tokens, logprobs
+
+    def sample_and_score(
+        self,
+        logits: torch.Tensor,
+        keys: UInt64Array,
+        temperature: npt.NDArray[np.float32],
+        top_p: npt.NDArray[np.float32],
+        top_k: npt.NDArray[np.int64],
+        wanted: npt.NDArray[np.int64] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Draw as :meth:`sample` does, and say how likely other tokens were.
+
+        Args:
+            logits, keys, temperature, top_p, top_k: As for :meth:`sample`.
+            wanted: int64[n], a token of each row; ``None`` for none.
+
+        Returns:
+            Tokens and log-probabilities as :meth:`sample` returns them, and float32[n] log-probabilities of ``wanted``
+            under the processed distribution: -inf for a token that it cuts, in greedy rows for all but the drawn one.
+        """
         rows = len(keys)
+        asked = None if wanted is None else torch.from_numpy(wanted).to(logits.device)
         if not temperature.any():
-            return _greedy(logits)
-        step = max(1, _CHUNK // self.vocabulary) if logits.device.type == "cpu" else rows
+            tokens, zeros = _greedy(logits)
+            return tokens, zeros, None if asked is None else _point_mass(tokens, asked)
+        step = max(1, (_CHUNK if logits.device.type == "cpu" else _DEVICE_CHUNK) // self.vocabulary)
         if rows <= step:
-            return self._draw(logits, keys, temperature, top_p, top_k)
+            return self._draw(logits, keys, temperature, top_p, top_k, asked)
         parts = []
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            parts.append(self._draw(logits[part], keys[part], temperature[part], top_p[part], top_k[part]))
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+            some = None if asked is None else asked[part]
+            parts.append(self._draw(logits[part], keys[part], temperature[part], top_p[part], top_k[part], some))
+        scored = None if asked is None else torch.cat([p[2] for p in parts if p[2] is not None])
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), scored
 
     def _draw(
         self,
@@ -118,19 +154,23 @@ class Sampler:
         temperature: npt.NDArray[np.float32],
         top_p: npt.NDArray[np.float32],
         top_k: npt.NDArray[np.int64],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         probabilities = processed_probabilities(logits, temperature, top_p, top_k)
         scores = self.exponentials(keys)
         # Both are reciprocal races: the largest p / E is the smallest p / -E.
         torch.div(probabilities, scores, out=scores)
         tokens = scores.argmin(dim=-1)
         logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log_()
+        scored = None if wanted is None else probabilities.gather(1, wanted[:, None])[:, 0].log_()
         greedy = temperature == 0
         if greedy.any():
             mask = torch.from_numpy(greedy).to(logits.device)
             best, zero = _greedy(logits)
             tokens, logprobs = torch.where(mask, best, tokens), torch.where(mask, zero, logprobs)
-        return tokens, logprobs
+            if scored is not None and wanted is not None:
+                scored = torch.where(mask, _point_mass(best, wanted), scored)
+        return tokens, logprobs, scored
 
 
 def processed_probabilities(
@@ -160,6 +200,11 @@ def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best, tokens = logits.float().max(dim=-1)
     # x - x is 0 for a finite x and NaN otherwise.
     return tokens, best - best
+
+
+def _point_mass(tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities float32[n] of ``wanted`` when each row has nothing but its token."""
+    return torch.zeros(len(tokens), device=tokens.device).masked_fill_(tokens != wanted, float("-inf"))
 
 
 def _keep_top_k(logits: torch.Tensor, top_k: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from actors.rollout.drafting import Drafting
 from actors.rollout.emission import Emission
 from actors.rollout.engine import Completion, DraftSource, Request, StepObserver, StepStats, SwapMode
 from actors.rollout.packed_model import PackedModel
@@ -66,7 +67,7 @@ class TorchEngine:
             tokenizer: Needed for requests with stop strings only.
             drafts: Proposes continuations that are verified; ``None`` decodes one token a pass.
             version: Version of the weights at ``model_path``.
-            prefill_tokens: Most prompt and prefix tokens in one pass; longer work is spread over several.
+            prefill_tokens: Most prompt, prefix and draft tokens in one pass; longer work is spread over several.
 
         Raises:
             UserError: The model is not one that this engine can run.
@@ -82,15 +83,16 @@ class TorchEngine:
         self._loaded: int | None = None
         self._old: PackedModel | None = None
         self._old_version = NOT_COMPUTED
+        self._drafting = Drafting(drafts, self._model.vocabulary)
         self._pool = RowPool(
             max_rows,
             self.max_length,
             run_seed=run_seed,
             version=version,
             decode=None if tokenizer is None else _decoder(tokenizer),
+            drafting=self._drafting,
         )
-        self._drafts = drafts
-        self._planner = PassPlanner(self._pool, drafts, prefill_tokens, self._model.vocabulary)
+        self._planner = PassPlanner(self._pool, self._drafting, prefill_tokens)
         self._sampler = Sampler(self._model.vocabulary, self._model.device)
         self._observers: list[StepObserver] = []
 
@@ -118,6 +120,11 @@ class TorchEngine:
     def draining(self) -> int:
         """Rows that finish under the weights before the active ones."""
         return int(self._pool.table.old[self._pool.active].sum())
+
+    @property
+    def draft_failure(self) -> str:
+        """Why the engine stopped asking its draft source; empty while it has not failed."""
+        return self._drafting.failure
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call ``observer`` after every step."""
@@ -223,7 +230,7 @@ class TorchEngine:
         plan, token_ids = plan_pass(feed, pool.cache.capacity, model.windows, model.device)
         index = torch.from_numpy(work.logit_index).to(model.device)
         logits = model.forward(plan, pool.cache, token_ids, index)
-        table.cached[work.rows] += feed.counts
+        table.cached[work.rows] = feed.starts + feed.counts
         for leader, followers in work.followers.items():
             prompt = int(table.prompt[leader])
             pool.cache.copy(int(table.slot[leader]), table.slot[followers].tolist(), prompt)
@@ -238,18 +245,19 @@ class TorchEngine:
         rows = np.repeat(work.drawing, counts)
         ahead = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         with torch.inference_mode():
-            tokens, logprobs = self._sampler.sample(
+            drawn = self._sampler.sample_and_score(
                 logits,
                 position_keys(table.key[rows], table.length[rows] - table.prompt[rows] + ahead),
                 table.temperature[rows],
                 table.top_p[rows],
                 table.top_k[rows],
+                work.wanted(),
             )
-        emission = Emission(pool, work, tokens.cpu().numpy(), logprobs.cpu().numpy(), version)
-        if self._drafts is not None:
-            for j in np.flatnonzero(work.draft_lengths).tolist():
-                request_id = table[int(work.drawing[j])].request.request_id
-                self._drafts.observe(request_id, int(work.draft_lengths[j]), int(emission.accepted[j]))
+        tokens, logprobs, scored = (None if t is None else t.cpu().numpy() for t in drawn)
+        assert tokens is not None
+        assert logprobs is not None
+        emission = Emission(pool, work, tokens, logprobs, scored, version)
+        self._drafting.observe(work.drawing, work.draft_lengths, emission.accepted)
         return emission
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from actors.rollout.engine import Completion, Request
+from actors.rollout.engine import Completion, Drafts, Request, RunningRows
 from actors.rollout.torch_engine import TorchEngine
 from storage.records import SamplingParams
 
@@ -123,8 +124,58 @@ def finish(engine: TorchEngine, requests: Any = (), *, limit: int = 500) -> dict
             assert completion.request_id not in done
             done[completion.request_id] = completion
         if not engine.running and not engine.waiting:
+            assert not engine.draft_failure
             return done
     raise AssertionError(f"engine still busy after {limit} steps")
+
+
+class ScriptedDrafts:
+    """A draft source by a function of (request id, answer so far, room) that remembers what it saw and heard.
+
+    ``propose`` returns token ids, or (token ids, log q of each, log lenience) for a draft that is verified leniently.
+    ``first`` says for which requests there is a draft before the first token.
+    """
+
+    def __init__(self, propose: Callable[..., Any], first: Callable[[Request], bool] = lambda request: False) -> None:
+        self._propose = propose
+        self._first = first
+        self.open_rows: dict[int, Request] = {}
+        self.opened: list[tuple[int, int]] = []
+        self.heard: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+
+    def open(self, handle: int, request: Request) -> bool:
+        assert handle not in self.open_rows
+        self.open_rows[handle] = request
+        self.opened.append((handle, request.request_id))
+        return self._first(request)
+
+    def close(self, handle: int) -> None:
+        del self.open_rows[handle]
+
+    def propose(self, rows: RunningRows) -> Drafts:
+        assert len(set(rows.handles.tolist())) == len(rows.handles)
+        drafts = []
+        for i, handle in enumerate(rows.handles.tolist()):
+            request, prompt, length = self.open_rows[handle], int(rows.prompt[i]), int(rows.length[i])
+            assert rows.tokens[handle, :prompt].tolist() == request.prompt_ids.tolist()
+            draft = self._propose(request.request_id, rows.tokens[handle, prompt:length].tolist(), int(rows.room[i]))
+            drafts.append(draft if isinstance(draft, tuple) else (draft, [np.nan] * len(draft), np.nan))
+        width = max(len(tokens) for tokens, _, _ in drafts)
+        padded = [(list(t) + [7] * (width - len(t)), list(q) + [0.0] * (width - len(q))) for t, q, _ in drafts]
+        return Drafts(
+            tokens=np.array([t for t, _ in padded], np.int32).reshape(len(drafts), width),
+            lengths=np.array([len(t) for t, _, _ in drafts], np.int64),
+            lenience=np.array([lenience for _, _, lenience in drafts], np.float32),
+            logprobs=np.array([q for _, q in padded], np.float32).reshape(len(drafts), width),
+        )
+
+    def observe(self, handles: Any, drafted: Any, accepted: Any) -> None:
+        for handle, offered, kept in zip(handles.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
+            assert 0 <= kept <= offered
+            assert offered > 0
+            heard = self.heard[self.open_rows[handle].request_id]
+            heard[0] += offered
+            heard[1] += kept
 
 
 def tokens_of(completion: Completion) -> list[int]:

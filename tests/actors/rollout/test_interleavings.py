@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from actors.rollout.torch_engine import TorchEngine
 from actors.weights import pack, policy_state
 
-from .conftest import VOCABULARY, finish, request, tokens_of
+from .conftest import VOCABULARY, ScriptedDrafts, finish, request, tokens_of
 
 MODES = ("reprefill", "keep_kv", "drain")
 ROWS = 3
@@ -26,15 +26,13 @@ operations = st.lists(
 )
 
 
-class Guesses:
-    def __init__(self):
-        self._rng = np.random.default_rng(0)
-
-    def propose(self, rows):
-        return [self._rng.integers(0, VOCABULARY, int(self._rng.integers(0, 4))).astype(np.int32) for _ in rows]
-
-    def observe(self, *heard):
-        pass
+def guesses():
+    """Short drafts at random; some rows want one before their first token."""
+    rng = np.random.default_rng(0)
+    return ScriptedDrafts(
+        lambda i, so_far, room: rng.integers(0, VOCABULARY, int(rng.integers(0, 4))).tolist(),
+        first=lambda request: request.request_id % 3 > 0,
+    )
 
 
 def check_conservation(engine):
@@ -43,6 +41,10 @@ def check_conservation(engine):
     assert sorted([*pool.active.tolist(), *pool.parked.values()]) == held
     assert len({int(pool.table.slot[i]) for i in held}) == len(held) <= ROWS
     assert engine.running + engine.parked <= ROWS
+    assert not engine.draft_failure
+    open_rows = engine._drafting._source.open_rows
+    assert sorted(open_rows) == sorted(pool.active.tolist())
+    assert all(pool.table[i].request is r for i, r in open_rows.items())
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -52,7 +54,7 @@ def test_every_request_leaves_exactly_once_and_slots_are_conserved(plan, weights
     cached = test_every_request_leaves_exactly_once_and_slots_are_conserved.__dict__
     if "engine" not in cached:
         size = {"max_rows": ROWS, "max_length": 40, "dtype": "float32", "device": "cpu", "run_seed": 1}
-        cached["engine"] = TorchEngine(random_llama, drafts=Guesses(), prefill_tokens=9, **size)
+        cached["engine"] = TorchEngine(random_llama, drafts=guesses(), prefill_tokens=9, **size)
         cached["plain"] = TorchEngine(random_llama, **size)
         cached["state"] = policy_state(reference_model("llama"))
     engine, plain, state = cached["engine"], cached["plain"], cached["state"]

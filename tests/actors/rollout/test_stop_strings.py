@@ -7,7 +7,7 @@ import pytest
 
 from actors.rollout.stopping import StopStrings
 
-from .conftest import VOCABULARY, finish, request, tokens_of
+from .conftest import VOCABULARY, ScriptedDrafts, finish, request, tokens_of
 
 # Every token is a few letters, so that a text can be spelled in several ways and across tokens; 0 is special.
 PIECES = ["", *"abcdefghijklmnopqrstuvwxyz", *(a + b for a in "abcde" for b in "vwxyz")]
@@ -34,15 +34,9 @@ def first_prefix_holding(tokens, text):
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 5, 9])
 def test_the_answer_ends_with_the_token_that_completes_a_stop_string(length, drafts, whole, engine_of):
-    class Oracle:
-        def propose(self, rows):
-            return [np.array(whole[r.request_id][len(r.answer_ids) : len(r.answer_ids) + 7], np.int32) for r in rows]
-
-        def observe(self, *heard):
-            pass
-
+    oracle = ScriptedDrafts(lambda i, so_far, room: whole[i][len(so_far) : len(so_far) + 7])
     text = spell(whole[1][20:40])[3 : 3 + length]
-    engine = engine_of(max_length=128, tokenizer=LetterTokenizer(), drafts=Oracle() if drafts else None)
+    engine = engine_of(max_length=128, tokenizer=LetterTokenizer(), drafts=oracle if drafts else None)
     stops = ("notthere!", text)
     done = finish(engine, [request(i, max_tokens=60, stop_strings=stops if i == 1 else ()) for i in range(3)])
     assert tokens_of(done[1]) == whole[1][: first_prefix_holding(whole[1], text)]

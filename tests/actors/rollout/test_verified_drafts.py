@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import numpy as np
 import pytest
 
 from actors.rollout.verification import accepted_counts
 
-from .conftest import VOCABULARY, finish, logprobs_of, request, tokens_of
-
-
-class Drafts:
-    """Proposes by a function of (request id, answer so far, room) and remembers what it heard."""
-
-    def __init__(self, propose):
-        self._propose = propose
-        self.heard = defaultdict(lambda: [0, 0])
-
-    def propose(self, rows):
-        return [np.array(self._propose(r.request_id, r.answer_ids.tolist(), r.room), np.int32) for r in rows]
-
-    def observe(self, request_id, drafted, accepted):
-        self.heard[request_id][0] += drafted
-        self.heard[request_id][1] += accepted
+from .conftest import VOCABULARY, ScriptedDrafts, finish, logprobs_of, request, tokens_of
 
 
 def oracle(answers, reach=6):
-    return Drafts(lambda i, so_far, room: answers[i][len(so_far) : len(so_far) + reach])
+    return ScriptedDrafts(lambda i, so_far, room: answers[i][len(so_far) : len(so_far) + reach])
 
 
 def wrong(answers):
-    return Drafts(
+    return ScriptedDrafts(
         lambda i, so_far, room: (
             [(answers[i][len(so_far)] + 1) % VOCABULARY] * 4 if len(so_far) < len(answers[i]) else []
         )
@@ -49,7 +32,7 @@ def adversary(answers, seed=0):
         extra = [VOCABULARY + 3, 2] if rng.random() < 0.1 else []
         return right + tail + extra + ([7] * 200 if rng.random() < 0.1 else [])
 
-    return Drafts(propose)
+    return ScriptedDrafts(propose)
 
 
 REQUESTS = {
@@ -115,7 +98,7 @@ def test_drafts_are_never_longer_than_the_room_that_is_left(engine_of):
         rooms.append((len(so_far), room))
         return [3] * 50
 
-    done = finish(engine_of(max_rows=1, drafts=Drafts(propose)), [request(1, max_tokens=10)])[1]
+    done = finish(engine_of(max_rows=1, drafts=ScriptedDrafts(propose)), [request(1, max_tokens=10)])[1]
     assert len(tokens_of(done)) == 10
     assert all(room == 10 - so_far - 1 for so_far, room in rooms)
 
