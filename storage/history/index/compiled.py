@@ -1,0 +1,27 @@
+"""How the kernels of the indexes are compiled, and the names of the arrays that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+Int = Any
+"""An integer out of a kernel: int32 or int64, as numba infers, where Python's type checker sees numpy's scalars."""
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def compiled(kernel: Kernel) -> Kernel:
+    """Compile on the first call, keep the machine code on disk, and let go of the GIL while it runs."""
+    result: Kernel = njit(cache=True, nogil=True)(kernel)
+    return result
