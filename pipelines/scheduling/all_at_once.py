@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipelines.scheduling.long_queue import QueueRules, start
 from pipelines.scheduling.policy import Launch, RoundState, StopAction, Verdict, zero_variance
 from storage.records import GroupKey
 
@@ -15,17 +16,26 @@ class AllAtOnce:
     and fresh prompts take their place, in at most ``max_refills`` further waves.
     """
 
-    def __init__(self, *, dynamic_sampling: bool = False, max_refills: int = 0) -> None:
-        """Set the filter; without dynamic sampling every group is kept."""
+    def __init__(self, *, dynamic_sampling: bool = False, max_refills: int = 0, max_staleness: int = 0) -> None:
+        """Set the filter (none: every group is kept), and how many versions old a kept token may be."""
         self._dynamic_sampling = dynamic_sampling
         self._max_refills = max_refills if dynamic_sampling else 0
+        self._rules = QueueRules(resume=max_staleness > 0, max_staleness=max_staleness)
 
     def plan(self, state: RoundState) -> Launch:
-        """Launch what the step still lacks, a whole wave at a time."""
+        """Launch what the step still lacks, a whole wave at a time; groups that wait (after a timeout) come first."""
         if state.waves > self._max_refills or (state.waves and state.running()):
             return Launch(fresh=0)
         lacking = state.prompts_per_step - len(state.kept())
-        return Launch(fresh=max(0, lacking if state.available is None else min(lacking, state.available)))
+        waiting = tuple(state.waiting)[: max(0, lacking)]
+        fresh = max(0, lacking - len(waiting))
+        return start(
+            state,
+            self._rules,
+            waiting,
+            long=False,
+            fresh=fresh if state.available is None else min(fresh, state.available),
+        )
 
     def on_finish(self, state: RoundState, key: GroupKey, rewards: Sequence[float | None]) -> Verdict:
         """Filter zero-variance groups under dynamic sampling."""
