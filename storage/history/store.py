@@ -1,0 +1,419 @@
+"""The history of a run that drafts are taken from: ``RUN/history``, one process writes, any number read.
+
+A step is appended to a write-ahead log (``wal.py``); from time to time the log is sealed into a sorted, memory-mapped
+segment (``segments.py``), and segments are merged (``merging.py``). What counts is said by the manifest
+(``manifest.py``), which is replaced atomically: a crash between any two operations leaves the state before or after.
+
+Nothing is written before the first call that writes; that call takes the lock. Files that a new generation does not
+need are unlinked at once: a reader of the old one has them mapped and is not disturbed, and the disk has the space
+back when it lets go. Not safe for use by several threads at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+
+from storage.files import StorageError, describe_failure, fsync_directory, remove_temporaries, try_lock
+from storage.history.manifest import HistoryError, Manifest, SegmentEntry, read_manifest, write_manifest
+from storage.history.merging import merge
+from storage.history.rows import (
+    Answer,
+    PromptHash,
+    Rows,
+    VisitKey,
+    history_schema,
+    in_parts,
+    prompt_digest,
+    to_rows,
+)
+from storage.history.schema import prompt_hash
+from storage.history.segments import Block, Segment, write_segment
+from storage.history.wal import WriteAheadLog
+from storage.records import Group, Int32Array, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 1 << 19
+_BATCH_TOKENS = 1 << 22
+_MOST_BATCHES = 4096
+_ATTEMPTS = 20
+
+
+class _Place(NamedTuple):
+    """A run of answers to one prompt."""
+
+    rows: Rows
+    run: int
+
+
+class HistoryStore:
+    """The hot store of answers by prompt."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        tokenizer_fingerprint: int | None,
+        *,
+        seal_bytes: int = 256 << 20,
+        hash_prompt: PromptHash = prompt_hash,
+    ) -> None:
+        """Open the store in ``directory`` for reading; nothing has to be there yet.
+
+        Args:
+            directory: ``RUN/history``.
+            tokenizer_fingerprint: 64-bit identity of the tokenizer; ``None`` reads whatever is there.
+            seal_bytes: Size of the write-ahead log from which on an append seals it first.
+            hash_prompt: Hash of prompts; the same for all users of the store.
+
+        Raises:
+            HistoryError: It belongs to another tokenizer or schema version, or its manifest is damaged. Damage to data
+                is no error: see :attr:`damage`.
+        """
+        self.directory = Path(directory)
+        self.hash_prompt = hash_prompt
+        self._seal_bytes = seal_bytes
+        self._wanted = tokenizer_fingerprint
+        self._lock: int | None = None
+        self._is_writer = False
+        self._step: int | None = None
+        self._notes: list[str] = []
+        self._load()
+
+    def __enter__(self) -> HistoryStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def generation(self) -> int:
+        """Counts changes of the set of files; rows appended since show only in :meth:`visits`."""
+        return self._manifest.generation
+
+    @property
+    def tokenizer_fingerprint(self) -> int:
+        """Identity of the tokenizer whose tokens these are; 0 for an empty store that was opened without one."""
+        return self._manifest.tokenizer_fingerprint
+
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """What was found damaged so far, a sentence each; the rest is served. :meth:`verify` looks at everything."""
+        failures = [block.failure for block in self.blocks() if block.failure]
+        return tuple(dict.fromkeys([*self._notes, *self._wal.notes, *failures]))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The sealed segments, in order of time."""
+        return tuple(self._segments)
+
+    @property
+    def wal_bytes(self) -> int:
+        """Bytes in the write-ahead log."""
+        return self._wal.nbytes
+
+    def append(self, step: int, groups: Sequence[Group], sampling: SamplingParams) -> None:
+        """Add finished groups of the training split, whole or not at all.
+
+        They are visible and survive the death of this process at once; they survive a power cut after :meth:`sync`,
+        which the first append of another step does by itself.
+
+        Args:
+            step: Step that they belong to; never below an earlier one.
+            groups: The groups, in any number; none is no error.
+            sampling: How their tokens were drawn.
+
+        Raises:
+            ValueError: A group of another split, or keys that contradict each other.
+            HistoryError: The disk refused it, or another process writes here.
+        """
+        with self._writing():
+            if self._wal.nbytes >= self._seal_bytes or len(self._wal.blocks) >= _MOST_BATCHES:
+                self._commit(self._manifest.segments, self._wal.blocks)
+            if step != self._step:
+                self._wal.sync()
+            before = self._wal.nbytes
+            try:
+                for part in in_parts(groups, _BATCH_TOKENS):
+                    if any(group.samples for group in part):
+                        self._wal.append(
+                            to_rows(step, part, sampling, schema=self._schema, hash_prompt=self.hash_prompt)
+                        )
+            except BaseException:
+                self._wal.roll_back(before)
+                raise
+            self._step = step
+
+    def sync(self) -> None:
+        """Return when everything appended is on the disk. Raises ``HistoryError``."""
+        if self._is_writer:
+            with self._writing():
+                self._wal.sync()
+
+    def seal(self) -> None:
+        """Put the write-ahead log into a segment; for the end of an epoch. Raises ``HistoryError``."""
+        with self._writing():
+            if self._wal.blocks:
+                self._commit(self._manifest.segments, self._wal.blocks)
+
+    def compact(self, window: int) -> None:
+        """Merge everything into one segment and drop answers older than the last ``window`` visits of their prompt.
+
+        Needs as much free space as the result takes. Raises ``HistoryError``; the store is then as it was.
+        """
+        if window < 1:
+            raise ValueError(f"window {window}: at least one visit has to be kept")
+        with self._writing():
+            blocks = self.blocks()
+            if blocks:
+                self._commit((), blocks, window=window)
+
+    def truncate_to(self, step: int) -> None:
+        """Remove the rows of steps after ``step``, durably; doing it twice changes nothing. Raises ``HistoryError``."""
+        with self._writing():
+            self._step = None
+            entries = self._manifest.segments
+            untouched = next((i for i, entry in enumerate(entries) if entry.last_step > step), len(entries))
+            late = (block.load() for block in self._wal.blocks)
+            if untouched == len(entries) and not any(
+                rows is not None and rows.column("step").max() > step for rows in late
+            ):
+                return
+            blocks = [block for segment in self._segments[untouched:] for block in segment.blocks]
+            self._commit(entries[:untouched], [*blocks, *self._wal.blocks], last_step=step)
+
+    def refresh(self) -> None:
+        """For readers: see what the writer did since. Arrays handed out before stay valid. Raises ``HistoryError``."""
+        if self._is_writer:
+            return
+        manifest = read_manifest(self.directory, self._wanted)
+        if (manifest.generation if manifest is not None else 0) == self.generation:
+            self._wal.refresh()
+        else:
+            self._load()
+
+    def visits(self, prompt_token_ids: Int32Array, limit: int) -> list[list[Answer]]:
+        """Return the answers to a prompt, by visit.
+
+        Args:
+            prompt_token_ids: int32[n].
+            limit: Most visits.
+
+        Returns:
+            Visits, the newest first; in each its answers by sample index.
+        """
+        token_ids = np.ascontiguousarray(prompt_token_ids, np.int32)
+        found: dict[VisitKey, list[Answer]] = {}
+        for place in self._places(token_ids):
+            first, last = int(place.rows.bounds[place.run]), int(place.rows.bounds[place.run + 1])
+            for answer in reversed(place.rows.answers(first, last)):
+                if answer.visit not in found and len(found) >= limit:
+                    return _by_sample(found)
+                found.setdefault(answer.visit, []).append(answer)
+        return _by_sample(found)
+
+    def prompts(self) -> Iterator[tuple[int, Int32Array]]:
+        """Yield ``(hash, int32[n])`` of every prompt, each once, in no order; reads and verifies every block."""
+        seen: set[bytes] = set()
+        for block in self.blocks():
+            rows = block.load()
+            for run in range(0 if rows is None else len(rows.hashes)):
+                assert rows is not None
+                token_ids = rows.prompt(run)
+                digest = prompt_digest(token_ids)
+                if digest not in seen:
+                    seen.add(digest)
+                    yield int(rows.hashes[run]), token_ids
+
+    def recent_answers(self, limit_tokens: int) -> list[Answer]:
+        """Return the newest answers to whatever prompts, newest first, of at most ``limit_tokens`` tokens together."""
+        answers: list[Answer] = []
+        left = limit_tokens
+        for rows, row in self._newest_rows():
+            left -= len(rows.tokens(row))
+            if left < 0:
+                break
+            answers += rows.answers(row, row + 1)
+        return answers
+
+    def blocks(self) -> list[Block]:
+        """All blocks, oldest first; each gives its rows, or ``None`` and a ``failure``."""
+        return [*chain.from_iterable(segment.blocks for segment in self._segments), *self._wal.blocks]
+
+    def set_aside(self) -> list[Path]:
+        """Files with damage that were taken out of the store and kept in ``damaged/``."""
+        return sorted((self.directory / "damaged").glob("*"))
+
+    def close(self) -> None:
+        """Sync and give the lock up. Arrays handed out stay valid. Raises ``HistoryError``."""
+        try:
+            with _as_history_error():
+                self._wal.close()
+        finally:
+            self._is_writer = False
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def _places(self, token_ids: Int32Array) -> Iterator[_Place]:
+        """Runs of one prompt, the newest first."""
+        hash_ = self.hash_prompt(token_ids)
+        sources: list[WriteAheadLog | Segment] = [self._wal, *reversed(self._segments)]
+        for source in sources:
+            for block in reversed(source.candidates(hash_)):
+                rows = block.load()
+                if rows is not None:
+                    for run in reversed(rows.runs_of(hash_, token_ids)):
+                        yield _Place(rows, run)
+
+    def _newest_rows(self) -> Iterator[tuple[Rows, int]]:
+        """Rows, the newest first; a segment is sorted by prompt and has to be looked through as a whole."""
+        for blocks in (self._wal.blocks, *(segment.blocks for segment in reversed(self._segments))):
+            loaded = [rows for rows in (block.load() for block in blocks) if rows is not None]
+            if not loaded:
+                continue
+            steps = np.concatenate([rows.column("step") for rows in loaded])
+            sources = np.repeat(np.arange(len(loaded)), [rows.batch.num_rows for rows in loaded])
+            places = np.concatenate([np.arange(rows.batch.num_rows) for rows in loaded])
+            for place in np.argsort(steps, kind="stable")[::-1].tolist():
+                yield loaded[sources[place]], int(places[place])
+
+    def _load(self) -> None:
+        """Read the manifest and map what it names; starts again when the writer replaces it meanwhile."""
+        with _as_history_error():
+            for _ in range(_ATTEMPTS):
+                manifest = read_manifest(self.directory, self._wanted) or Manifest(0, self._wanted or 0)
+                schema = history_schema(manifest.tokenizer_fingerprint)
+                segments = [Segment(self._segment_path(e), e, schema) for e in manifest.segments]
+                wal = WriteAheadLog(self._wal_path(manifest.generation), schema)
+                after = read_manifest(self.directory, self._wanted)
+                if after is None or after.generation == manifest.generation:
+                    break
+            else:
+                raise HistoryError(f"{self.directory} changes faster than it can be read: try again")
+        self._manifest, self._schema, self._segments, self._wal = manifest, schema, segments, wal
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the lock and have recovered from a crash while the block lasts."""
+        with _as_history_error():
+            if not self._is_writer:
+                self._become_writer()
+            yield
+
+    def _become_writer(self) -> None:
+        if self._wanted is None:
+            raise HistoryError(f"{self.directory}: give the tokenizer's fingerprint to write to it")
+        try:
+            for folder in ("segments", "wal"):
+                (self.directory / folder).mkdir(parents=True, exist_ok=True)
+            fsync_directory(self.directory)
+            fsync_directory(self.directory.parent)
+            if self._lock is None:  # after a failed commit we hold it already
+                self._lock = try_lock(self.directory / ".lock")
+        except BlockingIOError:
+            raise HistoryError(
+                f"{self.directory} is being written by another process: wait for it, or stop that run first"
+            ) from None
+        except OSError as error:
+            raise StorageError(describe_failure("cannot lock", self.directory, error)) from error
+        try:
+            self._load()
+            if not self._manifest.generation:
+                write_manifest(self.directory, Manifest(1, self._wanted))
+                self._load()
+            self._tidy()
+            self._wal.open_for_append()
+        except BaseException:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+            raise
+        self._is_writer = True
+
+    def _commit(
+        self,
+        kept: Sequence[SegmentEntry],
+        blocks: Sequence[Block],
+        *,
+        window: int | None = None,
+        last_step: int | None = None,
+    ) -> None:
+        """Make a generation of the segments ``kept`` and a new one with the rows of ``blocks``."""
+        generation = self.generation + 1
+        path = self.directory / "segments" / f"{generation:06d}.arrow"
+        batches = merge(blocks, block_tokens=BLOCK_TOKENS, window=window, last_step=last_step)
+        entry = write_segment(path, batches, self._schema)
+        entries = (*kept, *(() if entry is None else (entry,)))
+        failures = list(self.damage)
+        old_wal, old_segments = self._wal, self._segments
+        # If the disk fails from here on, nobody knows which of the two manifests is there: the next write looks.
+        self._is_writer = False
+        try:
+            write_manifest(self.directory, Manifest(generation, self._manifest.tokenizer_fingerprint, entries))
+        finally:
+            with suppress(StorageError):  # a failed sync: its rows are in the segment, or were never promised
+                old_wal.close()
+        names = {kept_entry.name for kept_entry in entries}
+        damaged = [s.path for s in old_segments if s.entry.name not in names and any(b.failure for b in s.blocks)]
+        if old_wal.notes:
+            damaged.append(old_wal.path)
+        self._load()
+        self._notes = failures
+        self._set_aside(damaged)
+        self._tidy()
+        self._wal.open_for_append()
+        self._is_writer = True
+
+    def _set_aside(self, paths: Sequence[Path]) -> None:
+        """Keep damaged files out of the way, for whoever wants to save more of them than we can."""
+        for path in paths:
+            with suppress(OSError):
+                (self.directory / "damaged").mkdir(exist_ok=True)
+                os.replace(path, self.directory / "damaged" / path.name)
+                logger.warning("%s is damaged and was set aside in %s", path.name, self.directory / "damaged")
+
+    def _tidy(self) -> None:
+        """Remove what no generation needs any more; a failure costs disk space only."""
+        needed = {entry.name for entry in self._manifest.segments} | {self._wal.path.name}
+        for folder in (self.directory / "segments", self.directory / "wal"):
+            for path in folder.glob("*.arrow*"):
+                if path.name not in needed:
+                    with suppress(OSError):
+                        path.unlink()
+            if folder.is_dir():
+                remove_temporaries(folder)
+                with suppress(OSError):
+                    fsync_directory(folder)
+        remove_temporaries(self.directory)
+
+    def _segment_path(self, entry: SegmentEntry) -> Path:
+        return self.directory / "segments" / entry.name
+
+    def _wal_path(self, generation: int) -> Path:
+        return self.directory / "wal" / f"{generation:06d}.arrows"
+
+
+def _by_sample(found: dict[VisitKey, list[Answer]]) -> list[list[Answer]]:
+    return [sorted(answers, key=lambda answer: answer.sample_idx) for answers in found.values()]
+
+
+@contextmanager
+def _as_history_error() -> Iterator[None]:
+    """Turn every refusal of the disk into a ``HistoryError`` with the same message."""
+    try:
+        yield
+    except HistoryError:
+        raise
+    except StorageError as error:
+        raise HistoryError(str(error)) from error
