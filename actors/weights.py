@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +94,28 @@ def pack(state: Mapping[str, torch.Tensor], version: int) -> tuple[WeightsManife
         target[spec.offset : spec.offset + spec.nbytes] = flat.view(torch.uint8)
     manifest = WeightsManifest(version=version, tensors=tuple(specs), nbytes=offset, hash=_digest(buffer))
     return manifest, buffer
+
+
+class HandOver:
+    """A buffer that is given away by being pickled once; it arrives as the plain array.
+
+    Ray keeps what a streaming generator yielded until the generator yields again. For a snapshot that would mean a
+    second copy of the model beside the one in the object store for the whole of the next step.
+    """
+
+    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
+        self._buffer: npt.NDArray[np.uint8] | None = buffer
+
+    def __reduce__(self) -> tuple[Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]], tuple[Any, ...]]:
+        """Pickle as the array, and let go of it."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            raise WeightsError("a snapshot can be handed over only once")
+        return _itself, (buffer,)
+
+
+def _itself(buffer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return buffer
 
 
 def verify(manifest: WeightsManifest, buffer: npt.NDArray[np.uint8]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actors.learner.options import LearnerOptions
+from actors.memory import release_freed_memory
 
 
 class Update(NamedTuple):
@@ -83,6 +84,7 @@ class Optimiser:
             self._adamw.step()
             self.updates += 1
         self._adamw.zero_grad(set_to_none=True)
+        release_freed_memory()  # the snapshot that comes next takes as much as the gradients did
         return Update(applied, norm, rate)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import ray
 from actors.bundles import LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
 from actors.channels import QueueReader
 from actors.history.worker import fetch_groups
+from actors.learner.asynchrony_options import AsynchronyOptions
 from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.threads import set_torch_threads
 
@@ -63,6 +64,7 @@ class LearnerWorker:
         seed: int,
         total_steps: int,
         resume_directory: str | None,
+        asynchrony: AsynchronyOptions | None = None,
     ) -> None:
         """Load the model, and the optimiser state from ``resume_directory`` where there is one."""
         set_torch_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -78,6 +80,7 @@ class LearnerWorker:
             max_tokens=max_tokens,
             seed=seed,
             total_steps=total_steps,
+            asynchrony=asynchrony,
         )
         if resume_directory is not None:
             self._learner.load(resume_directory)
@@ -88,14 +91,14 @@ class LearnerWorker:
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     def run(self, queue: Any) -> Iterator[Any]:
-        """Announce the initial weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
+        """Announce the last published weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
         from actors.learner.learn import Saved, Trained, learn
-        from actors.weights import pack
+        from actors.weights import HandOver, pack
 
         version = self._learner.version
-        manifest, buffer = pack(self._learner.state(), version)
+        manifest, buffer = pack(self._learner.published(), version)
         yield LearnerHeader(kind="ready", version=version, manifest=manifest, metrics={}, advantages={})
-        yield buffer
+        yield HandOver(buffer)
         del buffer  # a snapshot is as large as the model: none may outlive its hand-over
         channel = _QueueChannel(queue)
         for event in learn(self._learner, channel):
@@ -108,9 +111,11 @@ class LearnerWorker:
                     manifest=event.manifest,
                     metrics={**event.report.metrics, "seconds_total": seconds},
                     advantages=event.report.advantages,
+                    alarms=event.report.alarms,
                 )
-                yield event.buffer
+                payload = None if event.buffer is None else HandOver(event.buffer)
                 del event
+                yield payload
             elif isinstance(event, Saved):
                 yield LearnerHeader(
                     kind="saved", version=self._learner.version, metrics={}, advantages={}, directory=event.path

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from actors.weights import ALIGNMENT, WeightsError, pack, policy_state, unpack, verify
+from actors.weights import ALIGNMENT, HandOver, WeightsError, pack, policy_state, unpack, verify
 
 
 class Tied(nn.Module):
@@ -101,3 +104,18 @@ def test_buffers_of_another_kind_and_unknown_dtypes_are_refused():
         verify(manifest, np.stack([buffer, buffer], axis=1)[:, 0])
     with pytest.raises(WeightsError, match="complex64"):
         pack({"x": torch.zeros(2, dtype=torch.complex64)}, 0)
+
+
+def test_handed_over_snapshot_arrives_as_an_array_and_is_kept_by_nobody():
+    buffer = np.arange(1 << 16, dtype=np.uint8)
+    alive = weakref.ref(buffer)
+    gift = HandOver(buffer)
+    parts = []
+    data = pickle.dumps(gift, protocol=5, buffer_callback=parts.append)
+    arrived = pickle.loads(data, buffers=[bytes(part.raw()) for part in parts])
+    np.testing.assert_array_equal(arrived, buffer)
+    del buffer, parts
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(WeightsError, match="once"):
+        pickle.dumps(gift)
