@@ -125,7 +125,24 @@ class AutomatonSet:
             IndexError: A row names an automaton, a state or tokens that do not exist (states are those of one set:
                 start again at 0 with a new one).
         """
-        _advance_rows(*self._searched(), which, state, matched, tokens, handle, start, stop)
+        _advance_rows(
+            self.state_start,
+            self.edge_offset,
+            self.links,
+            self.lengths,
+            self.next_token,
+            self.next_state,
+            self.edge_start,
+            self.edge_token,
+            self.edge_state,
+            which,
+            state,
+            matched,
+            tokens,
+            handle,
+            start,
+            stop,
+        )
 
     def draft_rows(
         self,
@@ -159,7 +176,11 @@ class AutomatonSet:
             IndexError: As :meth:`advance_rows`.
         """
         _draft_rows(
-            *self._searched(),
+            self.state_start,
+            self.links,
+            self.lengths,
+            self.next_token,
+            self.next_state,
             self.counts,
             self.next_count,
             which,
@@ -171,19 +192,6 @@ class AutomatonSet:
             out_ratio,
             out_matched,
             out_length,
-        )
-
-    def _searched(self) -> tuple[npt.NDArray[Any], ...]:
-        return (
-            self.state_start,
-            self.edge_offset,
-            self.links,
-            self.lengths,
-            self.next_token,
-            self.next_state,
-            self.edge_start,
-            self.edge_token,
-            self.edge_state,
         )
 
 
@@ -246,14 +254,10 @@ def _advance_rows(
 @compiled
 def _draft_rows(
     state_start: Int64Array,
-    edge_offset: Int64Array,
     links: Int32Array,
     lengths: Int32Array,
     next_token: Int32Array,
     next_state: Int32Array,
-    edge_start: Int32Array,
-    edge_token: Int32Array,
-    edge_state: Int32Array,
     counts: Float32Array,
     next_count: Float32Array,
     which: Int64Array,

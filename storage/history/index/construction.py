@@ -5,9 +5,9 @@ several texts: each text keeps the state of all it has so far, and texts may gro
 reads nothing of a text but that state (Takagi et al., "Fully-online suffix tree and directed acyclic word graph
 construction for multiple texts", 2016). Texts start at a root, so no context spans two of them.
 
-A state is a row of ``nodes``, int32[states, 8]: one cache line serves a step. Its first edge lies in that row, further
-edges in one open-addressed table of all states: ``keys`` int64[slots] holds ``state << 20 | token`` (-1: free) and
-``slots`` int32[slots, 2] the target and the state's next slot. Most states have one edge, which costs no probe.
+A state is a row of ``nodes``, int32[states, 8]. Its first edge lies in that row, further edges in one open-addressed
+``table`` of all states, int32[slots, 4]: state (-1: free), token, target, and the slot of the state's edge before it.
+Most states have one edge, which costs no probe, and each step then reads one cache line.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import numpy as np
 
 from storage.history.index.compiled import Int, Int32Array, Int64Array, compiled
 
-
 VOCABULARY_BITS = 20
 VOCABULARY = 1 << VOCABULARY_BITS
-"""Token ids of an index lie below this: an id and a state share one 64-bit key."""
+"""Token ids of an index lie below this: an id and a state are hashed as one 64-bit number."""
 
-# Columns of nodes. LATEST (position) is kept by the finished automaton, VISITS by the live one; a clone copies VISITS.
 LENGTH, LINK, TOKEN, TARGET, SLOT, LATEST, VISITS = range(7)
 COLUMNS = 8
+"""Columns of nodes. LATEST and VISITS (or the last two columns as one float64) are for those who use the states."""
+
+STATE, EDGE_TOKEN, EDGE_TARGET, BEFORE = range(4)
+TABLE_COLUMNS = 4
 
 _BITS = np.int64(VOCABULARY_BITS)
 _SHIFT = np.int64(24)
@@ -38,8 +40,8 @@ def most_states(tokens: int, roots: int = 1) -> int:
 def table_slots(tokens: int, documents: int) -> int:
     """Return a size of the table, a power of two, that never fills above two thirds.
 
-    Edges beyond a spanning tree are at most one for each suffix of a text, and states without an edge, whose place in
-    that count is not theirs, at most two for each text; each state's first edge is not in the table.
+    Edges beyond a spanning tree are at most one for each suffix of a text. Each state's first edge is not in the table,
+    and states without an edge, which spare none, are at most two for each text.
     """
     return 1 << max(4, (3 * (tokens + 2 * documents) // 2).bit_length())
 
@@ -54,53 +56,50 @@ def new_state(nodes: Int32Array, counters: Int64Array, length: int, link: int) -
     nodes[state, TOKEN] = -1
     nodes[state, TARGET] = -1
     nodes[state, SLOT] = -1
-    nodes[state, LATEST] = -1
-    nodes[state, VISITS] = 0
+    nodes[state, LATEST:] = 0
     return state
 
 
 @compiled
-def find_slot(keys: Int64Array, state: int, token: int) -> Int:
+def find_slot(table: Int32Array, state: int, token: int) -> Int:
     """Return the slot of an edge, or the free slot where it belongs (Fibonacci hashing, linear probing)."""
-    mask = len(keys) - 1
-    key = (np.int64(state) << _BITS) | np.int64(token)
-    slot = ((key * _MULTIPLIER) >> _SHIFT) & mask
-    while keys[slot] != key and keys[slot] >= 0:
+    mask = len(table) - 1
+    slot = ((((np.int64(state) << _BITS) | np.int64(token)) * _MULTIPLIER) >> _SHIFT) & mask
+    while table[slot, STATE] >= 0 and (table[slot, STATE] != state or table[slot, EDGE_TOKEN] != token):
         slot = (slot + 1) & mask
     return slot
 
 
 @compiled
-def find_target(nodes: Int32Array, keys: Int64Array, slots: Int32Array, state: int, token: int) -> Int:
+def find_target(nodes: Int32Array, table: Int32Array, state: int, token: int) -> Int:
     """Return where ``token`` (0 or more) leads from ``state``, or -1."""
     if nodes[state, TOKEN] == token:
         return nodes[state, TARGET]
     if nodes[state, SLOT] < 0:
         return -1
-    slot = find_slot(keys, state, token)
-    if keys[slot] < 0:
+    slot = find_slot(table, state, token)
+    if table[slot, STATE] < 0:
         return -1
-    return slots[slot, 0]
+    return table[slot, EDGE_TARGET]
 
 
 @compiled
-def add_edge(nodes: Int32Array, keys: Int64Array, slots: Int32Array, state: int, token: int, target: int) -> None:
+def add_edge(nodes: Int32Array, table: Int32Array, state: int, token: int, target: int) -> None:
     """Add an edge that is not there yet."""
     if nodes[state, TOKEN] < 0:
         nodes[state, TOKEN] = token
         nodes[state, TARGET] = target
         return
-    slot = find_slot(keys, state, token)
-    keys[slot] = (np.int64(state) << _BITS) | np.int64(token)
-    slots[slot, 0] = target
-    slots[slot, 1] = nodes[state, SLOT]
+    slot = find_slot(table, state, token)
+    table[slot, STATE] = state
+    table[slot, EDGE_TOKEN] = token
+    table[slot, EDGE_TARGET] = target
+    table[slot, BEFORE] = nodes[state, SLOT]
     nodes[state, SLOT] = slot
 
 
 @compiled
-def split(
-    nodes: Int32Array, keys: Int64Array, slots: Int32Array, counters: Int64Array, parent: int, token: int, child: int
-) -> Int:
+def split(nodes: Int32Array, table: Int32Array, counters: Int64Array, parent: int, token: int, child: int) -> Int:
     """Give the contexts of ``child`` up to ``parent`` and ``token`` a state of their own; return it."""
     clone = new_state(nodes, counters, nodes[parent, LENGTH] + 1, nodes[child, LINK])
     nodes[clone, VISITS] = nodes[child, VISITS]
@@ -108,8 +107,8 @@ def split(
     nodes[clone, TARGET] = nodes[child, TARGET]
     slot = nodes[child, SLOT]
     while slot >= 0:
-        add_edge(nodes, keys, slots, clone, keys[slot] & (VOCABULARY - 1), slots[slot, 0])
-        slot = slots[slot, 1]
+        add_edge(nodes, table, clone, table[slot, EDGE_TOKEN], table[slot, EDGE_TARGET])
+        slot = table[slot, BEFORE]
     nodes[child, LINK] = clone
     state = parent
     while state >= 0:
@@ -120,35 +119,33 @@ def split(
         else:
             if nodes[state, SLOT] < 0:
                 break
-            slot = find_slot(keys, state, token)
-            if keys[slot] < 0 or slots[slot, 0] != child:
+            slot = find_slot(table, state, token)
+            if table[slot, STATE] < 0 or table[slot, EDGE_TARGET] != child:
                 break
-            slots[slot, 0] = clone
+            table[slot, EDGE_TARGET] = clone
         state = nodes[state, LINK]
     return clone
 
 
 @compiled
-def append(
-    nodes: Int32Array, keys: Int64Array, slots: Int32Array, counters: Int64Array, root: int, last: int, token: int
-) -> Int:
+def append(nodes: Int32Array, table: Int32Array, counters: Int64Array, root: int, last: int, token: int) -> Int:
     """Append ``token`` to a text whose state is ``last`` and return its new state. ``nodes`` has two rows to spare."""
-    target = find_target(nodes, keys, slots, last, token)
+    target = find_target(nodes, table, last, token)
     length = nodes[last, LENGTH] + 1
     if target >= 0:
         # Other texts have this one as a part. It needs a state that it is the longest context of.
         if nodes[target, LENGTH] == length:
             return target
-        return split(nodes, keys, slots, counters, last, token, target)
+        return split(nodes, table, counters, last, token, target)
     state = new_state(nodes, counters, length, root)
     suffix = last
     while suffix >= 0:
-        target = find_target(nodes, keys, slots, suffix, token)
+        target = find_target(nodes, table, suffix, token)
         if target >= 0:
             if nodes[target, LENGTH] != nodes[suffix, LENGTH] + 1:
-                target = split(nodes, keys, slots, counters, suffix, token, target)
+                target = split(nodes, table, counters, suffix, token, target)
             nodes[state, LINK] = target
             break
-        add_edge(nodes, keys, slots, suffix, token, state)
+        add_edge(nodes, table, suffix, token, state)
         suffix = nodes[suffix, LINK]
     return state

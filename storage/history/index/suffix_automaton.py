@@ -18,11 +18,16 @@ import numpy.typing as npt
 from storage.errors import UserError
 from storage.history.index.compiled import Float32Array, Float64Array, Int, Int32Array, Int64Array, compiled
 from storage.history.index.construction import (
+    BEFORE,
     COLUMNS,
+    EDGE_TARGET,
+    EDGE_TOKEN,
     LATEST,
     LENGTH,
     LINK,
     SLOT,
+    STATE,
+    TABLE_COLUMNS,
     TARGET,
     TOKEN,
     VOCABULARY,
@@ -32,9 +37,11 @@ from storage.history.index.construction import (
     table_slots,
 )
 
-
 # States are int32, and there are up to two of them a token.
 _MOST_TOKENS = (1 << 30) - 1
+
+# The weighted occurrences of a state under construction fill the last two columns of its row.
+_MASS = 3
 
 # Most states have a few edges; the root may have thousands.
 _INSERTION_SORT = 24
@@ -174,65 +181,23 @@ def find_next(
 
 
 @compiled
-def _build(text: Int32Array, starts: Int64Array, weights: Float64Array, most: int, table: int) -> Any:
+def _build(text: Int32Array, starts: Int64Array, weights: Float64Array, most: int, slots: int) -> Any:
     nodes = np.empty((most, COLUMNS), np.int32)
-    mass = np.zeros(most, np.float64)
-    keys = np.full(table, -1, np.int64)
-    slots = np.empty((table, 2), np.int32)
+    mass = nodes.view(np.float64)[:, _MASS]
+    table = np.empty((slots, TABLE_COLUMNS), np.int32)
+    table[:, STATE] = -1
     counters = np.zeros(1, np.int64)
     root = new_state(nodes, counters, 0, -1)
     for document in range(len(weights)):
         last = root
         weight = weights[document]
         for position in range(starts[document], starts[document + 1]):
-            last = append(nodes, keys, slots, counters, root, last, text[position])
+            last = append(nodes, table, counters, root, last, text[position])
             nodes[last, LATEST] = position
             mass[last] += weight
-    return _finish(nodes[: counters[0]], mass, keys, slots)
-
-
-@compiled
-def _finish(nodes: Int32Array, mass: Float64Array, keys: Int64Array, slots: Int32Array) -> Any:
-    states = len(nodes)
-    _spread(nodes, mass)
-    next_token = np.empty(states, np.int32)
-    next_count = np.empty(states, np.float32)
-    next_state = np.empty(states, np.int32)
-    edge_start = np.empty(states + 1, np.int32)
-    # States without an edge make room for one too many each; the arrays are cut at the end.
-    edge_token = np.empty(len(keys), np.int32)
-    edge_state = np.empty(len(keys), np.int32)
-    edge = 0
-    for state in range(states):
-        edge_start[state] = edge
-        best, target = nodes[state, TOKEN], nodes[state, TARGET]
-        slot = nodes[state, SLOT]
-        while slot >= 0:
-            token, other = keys[slot] & (VOCABULARY - 1), slots[slot, 0]
-            if mass[other] > mass[target] or (
-                mass[other] == mass[target] and nodes[other, LATEST] > nodes[target, LATEST]
-            ):
-                token, best = best, token
-                other, target = target, other
-            edge_token[edge], edge_state[edge] = token, other
-            edge += 1
-            slot = slots[slot, 1]
-        next_token[state] = best
-        next_state[state] = target
-        next_count[state] = mass[target] if target >= 0 else 0.0
-        _sort(edge_token[edge_start[state] : edge], edge_state[edge_start[state] : edge])
-    edge_start[states] = edge
-    return (
-        nodes[:, LINK].copy(),
-        nodes[:, LENGTH].copy(),
-        mass[:states].astype(np.float32),
-        next_token,
-        next_count,
-        next_state,
-        edge_start,
-        edge_token[:edge].copy(),
-        edge_state[:edge].copy(),
-    )
+    states = counters[0]
+    _spread(nodes[:states], mass)
+    return _finish(nodes[:states], mass, table)
 
 
 @compiled
@@ -256,6 +221,47 @@ def _spread(nodes: Int32Array, mass: Float64Array) -> None:
         link = nodes[state, LINK]
         mass[link] += mass[state]
         nodes[link, LATEST] = max(nodes[link, LATEST], nodes[state, LATEST])
+
+
+@compiled
+def _finish(nodes: Int32Array, mass: Float64Array, table: Int32Array) -> Any:
+    states = len(nodes)
+    next_token = np.empty(states, np.int32)
+    next_count = np.empty(states, np.float32)
+    next_state = np.empty(states, np.int32)
+    edge_start = np.empty(states + 1, np.int32)
+    edge_token = np.empty(len(table), np.int32)
+    edge_state = np.empty(len(table), np.int32)
+    edge = 0
+    for state in range(states):
+        edge_start[state] = edge
+        best, target = nodes[state, TOKEN], nodes[state, TARGET]
+        slot = nodes[state, SLOT]
+        while slot >= 0:
+            token, other = table[slot, EDGE_TOKEN], table[slot, EDGE_TARGET]
+            gain = mass[other] - mass[target]
+            if gain > 0 or (gain == 0 and nodes[other, LATEST] > nodes[target, LATEST]):
+                best, token = token, best
+                target, other = other, target
+            edge_token[edge], edge_state[edge] = token, other
+            edge += 1
+            slot = table[slot, BEFORE]
+        next_token[state] = best
+        next_state[state] = target
+        next_count[state] = mass[target] if target >= 0 else 0.0
+        _sort(edge_token[edge_start[state] : edge], edge_state[edge_start[state] : edge])
+    edge_start[states] = edge
+    return (
+        nodes[:, LINK].copy(),
+        nodes[:, LENGTH].copy(),
+        mass[:states].astype(np.float32),
+        next_token,
+        next_count,
+        next_state,
+        edge_start,
+        edge_token[:edge].copy(),
+        edge_state[:edge].copy(),
+    )
 
 
 @compiled
