@@ -34,6 +34,7 @@ PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "baseline"
 
 _PROFILES = "models"
+_CLUSTERS = "cluster_"  # files for `ray up`
 _RUN_CONFIG = "config.yaml"
 _RESUMABLE = (
     "run.steps",
@@ -170,7 +171,7 @@ def plain(data: Any) -> Any:
 def preset_names(root: Path = PRESETS) -> list[str]:
     """Names of the shipped presets, nested ones as ``folder/name``."""
     names = (path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
-    return sorted(name for name in names if not name.startswith(f"{_PROFILES}/"))
+    return sorted(name for name in names if not name.startswith((f"{_PROFILES}/", _CLUSTERS)))
 
 
 def profile_names(root: Path = PRESETS) -> list[str]:
