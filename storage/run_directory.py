@@ -32,6 +32,7 @@ class RunDirectory:
         self.status = path / "status.json"
         self.tensorboard = path / "tensorboard"
         self.rollouts = path / "rollouts"
+        self.history = path / "history"
         self.checkpoints = path / "checkpoints"
         self._lock = path / ".lock"
 

@@ -37,6 +37,8 @@ from storage.history.rows import (
 )
 from storage.history.schema import prompt_hash
 from storage.history.segments import Block, Segment, write_segment
+from storage.history.summary import HistoryStats, summarise
+from storage.history.verify import verify_blocks
 from storage.history.wal import WriteAheadLog
 from storage.records import Group, Int32Array, SamplingParams
 
@@ -245,6 +247,24 @@ class HistoryStore:
                 break
             answers += rows.answers(row, row + 1)
         return answers
+
+    def stats(self) -> HistoryStats:
+        """Summarise the readable rows; reads everything once."""
+        return summarise(self.blocks())
+
+    def verify(self) -> tuple[str, ...]:
+        """Check every checksum and the laws of the rows; returns what is wrong, a sentence each. Reads everything."""
+        problems = verify_blocks(
+            self._segments,
+            self._wal.blocks,
+            hash_prompt=self.hash_prompt,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+        )
+        kept = [
+            f"damaged/{path.name}: set aside earlier; remove it once nothing in it is wanted"
+            for path in self.set_aside()
+        ]
+        return tuple(dict.fromkeys([*self.damage, *problems, *kept]))
 
     def blocks(self) -> list[Block]:
         """All blocks, oldest first; each gives its rows, or ``None`` and a ``failure``."""
