@@ -84,7 +84,7 @@ class RowPool:
         for request in requests:
             self._check(request, vocabulary)
             name = f"request {request.request_id}"
-            if request.request_id in fresh | self._queued or request.request_id in self._running:
+            if any(request.request_id in ids for ids in (fresh, self._queued, self._running)):
                 raise ValueError(f"{name} is in the engine already")
             fresh.add(request.request_id)
             if request.group is not None:
