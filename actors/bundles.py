@@ -110,6 +110,7 @@ class LearnerHeader:
         metrics: Numbers of the step.
         advantages: Per group, float32[group size].
         directory: Where components were saved.
+        alarms: What a person should read about the step.
     """
 
     kind: str
@@ -119,6 +120,7 @@ class LearnerHeader:
     metrics: Mapping[str, float]
     advantages: Mapping[GroupKey, Float32Array]
     directory: str = ""
+    alarms: tuple[str, ...] = ()
 
 
 def gather(bundles: Sequence[Bundle], places: Sequence[tuple[int, int]]) -> tuple[Prompt, tuple[Sample, ...]]:

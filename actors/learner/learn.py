@@ -61,8 +61,9 @@ class Trained:
 
     Attributes:
         report: What the step did.
-        manifest: Describes the new weights; None when the step moved nothing (there is no new version then).
-        buffer: uint8[nbytes], the new weights; None together with ``manifest``.
+        manifest: Describes the weights to publish; None when there is no new version: the step moved nothing, or it is
+            not this step's turn.
+        buffer: uint8[nbytes], those weights; None together with ``manifest``.
     """
 
     report: StepReport
@@ -107,5 +108,5 @@ def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
 
 def _trained(learner: Learner, batch: TrainBatch) -> Trained:
     report = learner.train_step(batch.groups, batch.step)
-    manifest, buffer = pack(learner.state(), learner.version) if report.stepped else (None, None)
+    manifest, buffer = pack(learner.published(), learner.version) if report.published else (None, None)
     return Trained(report=report, manifest=manifest, buffer=buffer)

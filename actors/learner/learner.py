@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 
 from actors.learner import saving
-from actors.learner.advantages import GroupAdvantages, group_advantages
+from actors.learner.advantages import group_advantages
 from actors.learner.algorithms import check_algorithm, resolve_algorithm
+from actors.learner.asynchrony_options import AsynchronyOptions
+from actors.learner.drift_guard import Verdict, describe, judge
 from actors.learner.logprobs import Scorer
-from actors.learner.losses import aggregate, denominator, token_losses
+from actors.learner.losses import aggregate, denominator, log_ratio, token_losses
+from actors.learner.minibatches import Deal, Minibatch, check_records, deal
 from actors.learner.optimiser import Optimiser, Update
 from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.learner.packing import Answer, MicroBatch, collate, plan_microbatches
+from actors.learner.publishing import Publisher
 from actors.learner.statistics import TokenStatistics, record_metrics
+from actors.learner.token_weights import token_weights
 from actors.weights import policy_state
 from storage.models import load_policy
-from storage.records import Float32Array, Group, GroupKey, Sample
+from storage.records import Float32Array, Group, GroupKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,27 +37,23 @@ class StepReport:
 
     Attributes:
         step: As given to ``train_step``.
-        stepped: True when at least one optimiser update was applied; the version then went up by one.
+        stepped: True when at least one optimiser update was applied.
+        published: True when there is a new snapshot for the engines; the version then went up by one.
         metrics: See ``statistics.METRICS``.
         advantages: Per group float32[group size] in the order of its samples; 0 for an answer that left the loss.
+        alarms: What a person should read: the drift guard acted, or logprobs were not finite.
     """
 
     step: int
     stepped: bool
+    published: bool
     metrics: dict[str, float]
     advantages: dict[GroupKey, Float32Array]
+    alarms: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Minibatch:
-    """Answers behind one optimiser update, and the counts that its loss is divided by.
-
-    The counts cover every answer in the loss; ``answers`` only those that have a gradient.
-    """
-
-    answers: list[Answer]
-    tokens: int = 0
-    count: int = 0
+# Per minibatch and micro-batch: logprobs of the policy before the batch, and which tokens it could draw.
+_Before = list[list[tuple[Tensor, Tensor]]]
 
 
 class Learner:
@@ -70,6 +71,7 @@ class Learner:
         max_tokens: int,
         seed: int,
         total_steps: int,
+        asynchrony: AsynchronyOptions | None = None,
     ) -> None:
         """Load the policy.
 
@@ -84,6 +86,7 @@ class Learner:
             max_tokens: Longest answer, for the constant denominator and the overlong penalty. Unit: tokens.
             seed: Seed of the run; decides how groups are dealt to minibatches.
             total_steps: Length of the run, for falling learning rates. Unit: training steps.
+            asynchrony: What stale tokens count for, and what is published when; None: synchronous.
 
         Raises:
             UserError: ``algorithm`` contradicts itself, or CUDA is asked for and not there.
@@ -91,6 +94,7 @@ class Learner:
         check_algorithm(algorithm, max_tokens=max_tokens)
         self.algorithm = resolve_algorithm(algorithm)
         self.version = 0
+        self.asynchrony = asynchrony or AsynchronyOptions()
         self._overlong = algorithm.overlong
         self._options, self._seed, self._max_tokens = options, seed, max_tokens
         self._model_path = Path(model_path)
@@ -112,10 +116,17 @@ class Learner:
         if self.algorithm.kl_coefficient > 0:
             frozen = load_policy(self._model_path, dtype="float32", device=self._device)
             self._reference = Scorer(frozen.requires_grad_(False), **self._sampling)
+        self._publisher = Publisher(
+            self.state(), blend=self.asynchrony.publish_blend, sync_every=self.asynchrony.sync_every
+        )
 
     def state(self) -> dict[str, Tensor]:
-        """The policy's tensors, for ``actors.weights.pack``; not copies."""
+        """The trained policy's tensors; not copies."""
         return policy_state(self.model)
+
+    def published(self) -> dict[str, Tensor]:
+        """The snapshot that ``version`` names, for ``actors.weights.pack``: what engines sample from; not copies."""
+        return self._publisher.weights(self.state())
 
     def train_step(self, groups: Sequence[Group], step: int) -> StepReport:
         """Make the updates of one global batch.
@@ -133,21 +144,30 @@ class Learner:
                 from the future.
         """
         groups = sorted(groups, key=lambda group: group.key)
-        _check_records(groups, self.version)
+        check_records(groups, self.version)
         advantages = [
             group_advantages(g, self.algorithm.advantage, overlong=self._overlong, max_tokens=self._max_tokens)
             for g in groups
         ]
         metrics = record_metrics(groups, advantages, self.version)
-        minibatches, rejected = self._deal(groups, advantages, step)
+        dealt = deal(
+            groups,
+            advantages,
+            version=self.version,
+            minibatches=self._options.minibatches,
+            seed=(self._seed, step),
+            asynchrony=self.asynchrony,
+            every_answer=self.algorithm.kl_coefficient > 0,
+        )
         statistics = TokenStatistics(self.algorithm)
         clock = {"forward_backward": 0.0, "proximal": 0.0, "optimiser": 0.0}
+        before = self._policy_before(dealt.minibatches, clock)
+        verdict = Verdict(ess=1.0) if before is None else self._judge(dealt.minibatches, before)
         updates: list[Update] = []
-        proximals = self._proximal(minibatches, clock)
-        for minibatch, proximal in zip(minibatches, proximals, strict=True):
-            if minibatch.answers:
+        for i, minibatch in enumerate(dealt.minibatches):
+            if minibatch.answers and not verdict.skip:
                 began = time.perf_counter()
-                self._backward(minibatch, proximal, statistics)
+                self._backward(minibatch, None if before is None else before[i], verdict.cap, statistics)
                 self._synchronise()
                 clock["forward_backward"] += time.perf_counter() - began
                 began = time.perf_counter()
@@ -155,25 +175,37 @@ class Learner:
                 self._synchronise()
                 clock["optimiser"] += time.perf_counter() - began
         applied = [update for update in updates if update.applied]
-        self.version += bool(applied)
+        published = bool(applied) and self._publisher.step(self.state())
+        self.version += published
         metrics |= statistics.metrics()
         metrics |= {
-            "rejected_nonfinite": float(rejected),
+            "rejected_nonfinite": float(dealt.rejected),
+            "decay_weight_min": dealt.decay[0],
+            "decay_weight_max": dealt.decay[1],
+            "guard_skipped": float(verdict.skip),
+            "guard_clipped": float(verdict.cap is not None),
+            "published": float(published),
             "updates": float(len(applied)),
             "skipped_nonfinite": float(len(updates) - len(applied)),
             "grad_norm": float(np.mean([update.grad_norm for update in applied])) if applied else 0.0,
             "learning_rate": applied[-1].learning_rate if applied else 0.0,
         }
+        if verdict.skip:
+            metrics["ess_tokens"] = verdict.ess
+        if verdict.cap is not None:
+            metrics["guard_cap"] = verdict.cap
         metrics |= {f"seconds_{name}": seconds for name, seconds in clock.items()}
         return StepReport(
             step=step,
             stepped=bool(applied),
+            published=published,
             metrics=metrics,
             advantages={group.key: a.values for group, a in zip(groups, advantages, strict=True)},
+            alarms=tuple(self._alarms(step, dealt, verdict, len(updates) - len(applied))),
         )
 
     def save(self, directory: str | Path) -> None:
-        """Write everything but the policy's weights: optimiser, schedule, version, random states, reference.
+        """Write everything but the policy's weights: optimiser, schedule, version, random states, reference, snapshot.
 
         Raises:
             StorageError: The disk refuses it; the message names the path.
@@ -183,9 +215,10 @@ class Learner:
             "optimiser": self._optimiser.state_dict(),
             "weights": saving.fingerprint(self.state()),
             "random": saving.random_states(),
+            "publisher": self._publisher.state_dict(),
         }
         reference = None if self._reference is None else policy_state(self._reference.model)
-        saving.write_trainer(Path(directory), state, reference)
+        saving.write_trainer(Path(directory), state, reference, self._publisher.snapshot)
 
     def load(self, directory: str | Path) -> None:
         """Continue from :meth:`save`, on the weights that :meth:`save_model` wrote at the same moment.
@@ -197,6 +230,7 @@ class Learner:
         state = saving.read_trainer(Path(directory), saving.fingerprint(self.state()), reference)
         self._optimiser.load_state_dict(state["optimiser"])
         self.version = int(state["version"])
+        self._publisher.restore(state["publisher"], saving.read_snapshot(Path(directory), state))
         saving.restore_random_states(state["random"])
 
     def save_model(self, directory: str | Path) -> None:
@@ -207,66 +241,51 @@ class Learner:
         """
         saving.write_model(self.model, self._model_path, Path(directory))
 
-    def _deal(
-        self, groups: Sequence[Group], advantages: Sequence[GroupAdvantages], step: int
-    ) -> tuple[list[_Minibatch], int]:
-        """Deal groups to minibatches; also returns how many answers were rejected for non-finite logprobs."""
-        rejected = 0
-        count = self._options.minibatches
-        order = np.arange(len(groups))
-        if count > 1:  # neighbouring prompts may be alike, so minibatches are dealt at random
-            order = np.random.default_rng((self._seed, step)).permutation(order)
-        minibatches = []
-        for part in np.array_split(order, count):
-            minibatch = _Minibatch(answers=[])
-            for position in sorted(part.tolist()):
-                group, values = groups[position], advantages[position]
-                for i, sample in enumerate(group.samples):
-                    mask = sample.policy_mask()
-                    if not values.in_loss[i] or not mask.any():
-                        continue
-                    minibatch.tokens += int(mask.sum())
-                    minibatch.count += 1
-                    behaviour = sample.logprobs()
-                    if not np.isfinite(behaviour[mask]).all():
-                        rejected += 1
-                    elif values.values[i] != 0 or self.algorithm.kl_coefficient > 0:
-                        minibatch.answers.append(
-                            Answer(
-                                key=group.key,
-                                index=sample.index,
-                                token_ids=np.concatenate([group.prompt.token_ids, sample.token_ids()]),
-                                prompt_tokens=len(group.prompt.token_ids),
-                                policy=mask,
-                                behaviour=behaviour,
-                                advantage=float(values.values[i]),
-                            )
-                        )
-            minibatches.append(minibatch)
-        return minibatches, rejected
-
     def _microbatches(self, answers: Sequence[Answer]) -> list[MicroBatch]:
         lengths = [len(answer.token_ids) - 1 for answer in answers]
         plan = plan_microbatches(lengths, self._options.tokens_per_microbatch)
         return [collate(answers, rows, self._device) for rows in plan]
 
     @torch.no_grad()
-    def _proximal(self, minibatches: Sequence[_Minibatch], clock: dict[str, float]) -> list[list[Tensor] | None]:
-        """Logprobs under the weights before the first update, per minibatch and micro-batch.
+    def _policy_before(self, minibatches: Sequence[Minibatch], clock: dict[str, float]) -> _Before | None:
+        """Score the whole batch under the weights before its first update.
 
-        None where the training pass itself provides them: with a single update its detached logprobs are the same.
+        None where nothing asks for that policy, or where the training pass itself provides it: with a single update its
+        detached logprobs are the same. The drift guard decides before the first gradient and cannot wait for them.
         """
-        if self.algorithm.anchor == "behaviour" or sum(bool(m.answers) for m in minibatches) <= 1:
-            return [None] * len(minibatches)
+        algorithm = self.algorithm
+        updates = sum(bool(m.answers) for m in minibatches)
+        used = (
+            algorithm.anchor == "proximal" or algorithm.mask != "off" or self.asynchrony.grad_tokens == "current_only"
+        )
+        if not updates or not (algorithm.guard != "off" or (used and updates > 1)):
+            return None
         began = time.perf_counter()
-        result: list[list[Tensor] | None] = [
-            [self._scorer(batch).logprobs for batch in self._microbatches(m.answers)] for m in minibatches
-        ]
+        result: _Before = []
+        for minibatch in minibatches:
+            scores = [self._scorer(batch) for batch in self._microbatches(minibatch.answers)]
+            result.append([(score.logprobs, score.in_support) for score in scores])
         self._synchronise()
         clock["proximal"] += time.perf_counter() - began
         return result
 
-    def _backward(self, minibatch: _Minibatch, proximal: list[Tensor] | None, statistics: TokenStatistics) -> None:
+    def _judge(self, minibatches: Sequence[Minibatch], before: _Before) -> Verdict:
+        """Ask the drift guard about the tokens that would be trained, whatever minibatch they are in."""
+        parts = []
+        for minibatch, scores in zip(minibatches, before, strict=True):
+            batches = self._microbatches(minibatch.answers) if scores else []
+            for batch, (logprobs, in_support) in zip(batches, scores, strict=True):
+                chosen = in_support & batch.trained & torch.isfinite(logprobs)
+                parts.append(log_ratio(logprobs, batch.behaviour)[chosen].cpu())
+        return judge(torch.cat(parts), self.algorithm)
+
+    def _backward(
+        self,
+        minibatch: Minibatch,
+        before: list[tuple[Tensor, Tensor]] | None,
+        cap: float | None,
+        statistics: TokenStatistics,
+    ) -> None:
         """Accumulate the gradient of one minibatch."""
         divisor = denominator(
             self.algorithm.aggregation,
@@ -274,30 +293,54 @@ class Learner:
             answers=minibatch.count,
             max_tokens=self._max_tokens,
         )
+        statistics.begin_minibatch()
         for i, batch in enumerate(self._microbatches(minibatch.answers)):
             reference = None
             if self._reference is not None:
                 with torch.no_grad():
                     reference = self._reference(batch).logprobs
             scores = self._scorer(batch)
-            anchor = None if proximal is None else proximal[i]
+            proximal, in_support = None, scores.in_support
+            if before is not None:
+                proximal, drawable = before[i]
+                in_support = in_support & drawable
+            earlier = scores.logprobs.detach() if proximal is None else proximal
+            weights = token_weights(batch, in_support, earlier, self.algorithm, cap)
             losses = token_losses(
                 scores.logprobs,
                 behaviour=batch.behaviour,
                 advantages=batch.advantages,
                 algorithm=self.algorithm,
-                proximal=anchor,
+                proximal=proximal,
                 reference=reference,
+                answers=batch.answers,
+                counted=weights.counted,
             )
             loss = aggregate(
-                losses,
+                losses if weights.values is None else losses * weights.values,
                 answer_tokens=batch.answer_tokens,
-                kept=scores.in_support,
+                kept=weights.kept,
                 aggregation=self.algorithm.aggregation,
                 denominator=divisor,
             )
             torch.autograd.backward(loss)
-            statistics.add(batch, scores, scores.logprobs if anchor is None else anchor, reference)
+            statistics.add(batch, scores, earlier, reference, weights)
+
+    def _alarms(self, step: int, dealt: Deal, verdict: Verdict, failed: int) -> list[str]:
+        alarms = []
+        if verdict.skip or verdict.cap is not None:
+            alarms.append(describe(verdict, self.algorithm, step))
+        if dealt.rejected:
+            alarms.append(
+                f"step {step}: {dealt.rejected} answers left the loss because their engine recorded logprobs that are "
+                "not finite; the rollout workers named in these answers deserve a look"
+            )
+        if failed:
+            alarms.append(
+                f"step {step}: {failed} updates were left out because the gradient was not finite; lower "
+                "learner.learning_rate, or resume from an earlier checkpoint if every step says so"
+            )
+        return alarms
 
     def _synchronise(self) -> None:
         if self._device == "cuda":
@@ -310,29 +353,3 @@ def _recompute_activations(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     model.train()
-
-
-def _check_records(groups: Sequence[Group], version: int) -> None:
-    """Raise ``ValueError`` that names the first record that cannot be right."""
-    seen: set[GroupKey] = set()
-    for group in groups:
-        if group.key in seen:
-            raise ValueError(f"group {group.key} occurs twice in one batch")
-        seen.add(group.key)
-        if len({sample.index for sample in group.samples}) != len(group.samples):
-            raise ValueError(f"group {group.key} holds the same sibling twice")
-        if not len(group.prompt.token_ids):
-            raise ValueError(f"group {group.key} has an empty prompt")
-        for sample in group.samples:
-            _check_sample(sample, group.key, version)
-
-
-def _check_sample(sample: Sample, key: GroupKey, version: int) -> None:
-    name = f"sample {sample.index} of group {key}"
-    if sample.key != key:
-        raise ValueError(f"{name} says that it belongs to group {sample.key}")
-    for segment in sample.segments:
-        if len(segment.token_ids) != len(segment.logprobs):
-            raise ValueError(f"{name} has {len(segment.token_ids)} tokens and {len(segment.logprobs)} logprobs")
-        if segment.source == "policy" and not 0 <= segment.version <= version:
-            raise ValueError(f"{name} has tokens of version {segment.version}; the learner is on version {version}")

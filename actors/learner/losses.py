@@ -34,6 +34,40 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return (numerator.float() - denominator.float()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
+def answer_means(values: Tensor, answers: Tensor, counted: Tensor) -> Tensor:
+    """Mean of ``values`` over the counted tokens of each answer, given back to all tokens of it; float32[n], detached.
+
+    Args:
+        values: float[n].
+        answers: int64[n], which answer each token belongs to.
+        counted: bool[n]; an answer without any counted token has the mean 0.
+    """
+    owners, place = torch.unique(answers, return_inverse=True)
+    zeros = torch.zeros(len(owners), dtype=torch.float64, device=values.device)
+    kept = torch.where(counted, values.detach(), torch.zeros_like(values)).double()
+    sums = zeros.index_add(0, place, kept)
+    counts = zeros.index_add(0, place, counted.double()).clamp(min=1)
+    return (sums / counts)[place].float()
+
+
+def policy_ratio(
+    logprobs: Tensor, anchor: Tensor, algorithm: Algorithm, answers: Tensor | None, counted: Tensor | None
+) -> Tensor:
+    """Ratio of the trained policy to the anchor that the objective clips; float32[n].
+
+    At the level of tokens pi / anchor. At the level of sequences the geometric mean s of an answer's ratios, in the
+    form of GSPO-token (arXiv 2507.18071, equation 14): every token has the value of s and the gradient s grad log pi of
+    its own token. With one advantage for the whole answer, the mean over its tokens is GSPO in value and gradient; a
+    token left out takes its own gradient along and nothing else.
+    """
+    differences = log_ratio(logprobs, anchor)
+    if algorithm.level == "token":
+        return differences.exp()
+    assert answers is not None
+    inside = torch.ones_like(answers, dtype=torch.bool) if counted is None else counted
+    return answer_means(differences, answers, inside).exp() * (logprobs - logprobs.detach()).exp()
+
+
 def clipped_objective(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> Tensor:
     """PPO's min(ratio A, clip(ratio, 1 - low, 1 + high) A), to be maximised.
 
@@ -48,7 +82,16 @@ def clipped_objective(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -
 
 
 def clipping(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> Clipping:
-    """Return the tokens whose gradient the clip cuts: low (A < 0), high (A > 0), and the dual clip (A < 0)."""
+    """Return the tokens whose gradient the clip cuts: low (A < 0), high (A > 0), and the dual clip (A < 0).
+
+    With the surrogate "weight" nothing is cut: low and high are then the tokens whose weight is bounded.
+    """
+    if algorithm.surrogate == "weight":
+        return Clipping(
+            low=ratio < 1 - algorithm.clip_low,
+            high=ratio > 1 + algorithm.clip_high,
+            dual=torch.zeros_like(ratio, dtype=torch.bool),
+        )
     dual = torch.zeros_like(ratio, dtype=torch.bool)
     if algorithm.dual_clip is not None:
         dual = (advantages < 0) & (ratio > algorithm.dual_clip)
@@ -59,9 +102,25 @@ def clipping(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> Clippin
     )
 
 
-def behaviour_weight(proximal: Tensor, behaviour: Tensor, cap: float) -> Tensor:
-    """Truncated importance weight min(pi_prox / beta, cap) of each token, detached."""
-    return log_ratio(proximal, behaviour).exp().clamp(max=cap).detach()
+def behaviour_weight(
+    proximal: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    algorithm: Algorithm,
+    answers: Tensor | None = None,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """Truncated importance weight min(pi_prox / beta, cap) of each token, float32[n], detached.
+
+    The cap may be tighter where A < 0. At the level of sequences it is the geometric mean over the answer that is
+    truncated, for all of its tokens.
+    """
+    assert algorithm.behaviour_cap is not None
+    weight = policy_ratio(proximal.detach(), behaviour, algorithm, answers, counted)
+    truncated = weight.clamp(max=algorithm.behaviour_cap)
+    if algorithm.behaviour_cap_negative is not None:
+        truncated = torch.where(advantages < 0, weight.clamp(max=algorithm.behaviour_cap_negative), truncated)
+    return truncated
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
@@ -87,6 +146,8 @@ def token_losses(
     algorithm: Algorithm,
     proximal: Tensor | None = None,
     reference: Tensor | None = None,
+    answers: Tensor | None = None,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each token, float32[n].
 
@@ -95,6 +156,10 @@ def token_losses(
     * ``decoupled_ppo``, ``tis``: -min(pi_prox / beta, cap) min(u A, clip(u) A) with u = pi / pi_prox. With one update
       per batch u is 1 and the gradient is the truncated-importance-sampling gradient weight x A x grad log pi. The two
       names differ in the cap that their papers use.
+    * ``gspo``: -min(s A, clip(s) A), s the geometric mean of the answer's r (see :func:`policy_ratio`).
+    * ``cispo``: -sg[clip(r)] A log pi, sg stopping the gradient: every token keeps one, of bounded weight.
+
+    With a proximal anchor r becomes u and the truncated behaviour weight stands in front, whatever the name.
 
     Args:
         logprobs: log pi of the sampled tokens, with gradient.
@@ -103,14 +168,19 @@ def token_losses(
         algorithm: Constants and anchor.
         proximal: log pi_prox; None stands for ``logprobs.detach()``, exact when the batch gets a single update.
         reference: log pi_ref; needed when ``algorithm.kl_coefficient`` is positive.
+        answers: int64[n], which answer each token belongs to; needed at the level of sequences.
+        counted: bool[n], tokens that enter the mean over an answer at the level of sequences; None: all.
     """
-    if algorithm.anchor == "behaviour":
-        objective = clipped_objective(log_ratio(logprobs, behaviour).exp(), advantages, algorithm)
+    before = logprobs.detach() if proximal is None else proximal
+    anchor = behaviour if algorithm.anchor == "behaviour" else before
+    ratio = policy_ratio(logprobs, anchor, algorithm, answers, counted)
+    if algorithm.surrogate == "clip":
+        objective = clipped_objective(ratio, advantages, algorithm)
     else:
-        assert algorithm.behaviour_cap is not None
-        anchor = logprobs.detach() if proximal is None else proximal
-        objective = clipped_objective(log_ratio(logprobs, anchor).exp(), advantages, algorithm)
-        objective = behaviour_weight(anchor, behaviour, algorithm.behaviour_cap) * objective
+        weight = ratio.detach().clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        objective = weight * advantages * logprobs
+    if algorithm.anchor == "proximal":
+        objective = behaviour_weight(before, behaviour, advantages, algorithm, answers, counted) * objective
     loss = -objective
     if algorithm.kl_coefficient > 0:
         assert reference is not None

@@ -29,12 +29,52 @@ class OverlongOptions(BaseModel):
     buffer_tokens: int = Field(32, ge=1, description="Width of the soft penalty's ramp. Unit: tokens.")
 
 
+class SequenceMaskOptions(BaseModel):
+    """Leaves answers out of the loss that the current policy would hardly write, or far more often than it was."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["off", "geometric", "max"] = Field(
+        "off",
+        description="Which figure must lie within [low, high], from the ratios pi_proximal / pi_behaviour of an "
+        "answer's tokens. geometric: their geometric mean; max: each of them.",
+    )
+    low: float = Field(0.5, gt=0, lt=1, description="Smallest ratio allowed.")
+    high: float = Field(2.0, gt=1, description="Largest ratio allowed.")
+
+
+class DriftGuardOptions(BaseModel):
+    """What happens when few tokens of a batch carry most of the importance weight: the step before a collapse."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    action: Literal["off", "skip", "clip"] = Field(
+        "off",
+        description="skip: the batch is not trained on; clip: weights are capped lower until the floor is reached. "
+        "Either costs one more forward pass a step.",
+    )
+    ess_floor: float = Field(
+        0.3,
+        gt=0,
+        lt=1,
+        description="Least effective sample size of the token weights pi_proximal / pi_behaviour, as a share of the "
+        "tokens; 1 on policy.",
+    )
+
+
 class AlgorithmOptions(BaseModel):
     """Which objective is maximised. Fields left null take the value that the named algorithm defines."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Literal["grpo", "dr_grpo", "dapo", "decoupled_ppo", "tis"] = Field("grpo", description="Objective.")
+    name: Literal["grpo", "dr_grpo", "dapo", "decoupled_ppo", "tis", "gspo", "cispo"] = Field(
+        "grpo", description="Objective."
+    )
+    anchor: Literal["behaviour", "proximal"] | None = Field(
+        None,
+        description="Denominator of the ratio of gspo and cispo. behaviour: the policy that sampled, as in their "
+        "papers; proximal: the weights just before the batch, times the truncated behaviour weight; null: by algorithm.",
+    )
     clip_low: float | None = Field(None, gt=0, lt=1, description="Ratio clip below 1; null: by algorithm.")
     clip_high: float | None = Field(None, gt=0, description="Ratio clip above 1; null: by algorithm (DAPO: 0.28).")
     dual_clip: float | None = Field(None, gt=1, description="Bound of the negative branch (usually 3); null: off.")
@@ -50,6 +90,23 @@ class AlgorithmOptions(BaseModel):
         None,
         gt=1,
         description="Upper cap of the behaviour weight pi_proximal / pi_behaviour per token; null: by algorithm.",
+    )
+    behaviour_cap_negative: float | None = Field(
+        None,
+        ge=1,
+        description="The same where the advantage is negative: stale failures are what breaks training, so it may be "
+        "tighter; null: behaviour_cap.",
+    )
+    prefix_cap: float = Field(
+        2.0,
+        ge=1,
+        description="Upper cap of the importance weight of a whole prefix, with asynchrony.grad_tokens=current_only.",
+    )
+    sequence_mask: SequenceMaskOptions = Field(
+        default_factory=SequenceMaskOptions, description="Answers whose ratios are out of bounds."
+    )
+    drift_guard: DriftGuardOptions = Field(
+        default_factory=DriftGuardOptions, description="Batches whose effective sample size is too small."
     )
     dynamic_sampling: bool | None = Field(
         None, description="Replace groups whose rewards are all equal by fresh prompts (DAPO); null: by algorithm."

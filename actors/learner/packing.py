@@ -37,6 +37,8 @@ class Answer:
         policy: bool[length], True where the policy wrote the token.
         behaviour: float32[length], logprobs under the distribution that was sampled.
         advantage: Advantage of the whole answer.
+        trained: bool[length], the policy tokens that have a gradient; None: all of them.
+        weights: float32[length], what each token's loss is multiplied by; None: 1.
     """
 
     key: GroupKey
@@ -46,6 +48,8 @@ class Answer:
     policy: npt.NDArray[np.bool_]
     behaviour: Float32Array
     advantage: float
+    trained: npt.NDArray[np.bool_] | None = None
+    weights: Float32Array | None = None
 
     @property
     def policy_tokens(self) -> int:
@@ -65,7 +69,11 @@ class MicroBatch:
         advantages: float32[n].
         answer_tokens: float32[n], policy tokens of the answer that each token belongs to.
         answers: int64[n], which answer of the batch it is.
+        trained: bool[n], True where the token has a gradient.
+        weights: float32[n], what its loss is multiplied by.
         padding: How many of ``input_ids`` are padding.
+        has_prefix: True when some token has no gradient.
+        weighted: True when some weight is not 1.
     """
 
     input_ids: Tensor
@@ -75,7 +83,11 @@ class MicroBatch:
     advantages: Tensor
     answer_tokens: Tensor
     answers: Tensor
+    trained: Tensor
+    weights: Tensor
     padding: int
+    has_prefix: bool
+    weighted: bool
 
 
 def plan_microbatches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -117,6 +129,8 @@ def collate(answers: Sequence[Answer], rows: Sequence[int], device: str = "cpu")
     width = max(len(answer.token_ids) for answer in chosen) - 1
     ids = np.zeros((len(chosen), width), np.int64)
     places, targets, behaviour, advantages, counts, owners = [], [], [], [], [], []
+    trained: list[npt.NDArray[np.bool_]] = []
+    weights: list[Float32Array] = []
     for row, (position, answer) in enumerate(zip(rows, chosen, strict=True)):
         tokens = answer.token_ids
         ids[row, : len(tokens) - 1] = tokens[:-1]
@@ -127,6 +141,8 @@ def collate(answers: Sequence[Answer], rows: Sequence[int], device: str = "cpu")
         advantages.append(np.full(len(inside), answer.advantage, np.float32))
         counts.append(np.full(len(inside), len(inside), np.float32))
         owners.append(np.full(len(inside), position, np.int64))
+        trained.append(np.ones(len(inside), np.bool_) if answer.trained is None else answer.trained[inside])
+        weights.append(np.ones(len(inside), np.float32) if answer.weights is None else answer.weights[inside])
 
     def tensor(parts: Sequence[npt.NDArray[Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
@@ -139,5 +155,9 @@ def collate(answers: Sequence[Answer], rows: Sequence[int], device: str = "cpu")
         advantages=tensor(advantages),
         answer_tokens=tensor(counts),
         answers=tensor(owners),
+        trained=tensor(trained),
+        weights=tensor(weights),
         padding=ids.size - sum(len(answer.token_ids) - 1 for answer in chosen),
+        has_prefix=not all(part.all() for part in trained),
+        weighted=any((part != 1).any() for part in weights),
     )

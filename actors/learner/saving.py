@@ -25,6 +25,7 @@ from storage.files import StorageError, describe_failure, require_free_space
 
 TRAINER_FILE = "trainer.pt"
 REFERENCE_FILE = "reference.safetensors"
+SNAPSHOT_FILE = "published.safetensors"
 
 # What belongs to a model directory besides weights and config.json: tokenizer, chat template, generation defaults.
 _COMPANIONS = (
@@ -87,16 +88,32 @@ def restore_random_states(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def write_trainer(directory: Path, state: Mapping[str, Any], reference: Mapping[str, Tensor] | None) -> None:
-    """Write the trainer's state, and the reference weights of a KL term; raises ``StorageError``."""
+def write_trainer(
+    directory: Path,
+    state: Mapping[str, Any],
+    reference: Mapping[str, Tensor] | None,
+    snapshot: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the trainer's state.
+
+    Args:
+        directory: The component's folder.
+        state: Tensors and plain values.
+        reference: Weights of the reference of a KL term; None without one.
+        snapshot: What the engines hold, where it is not the trained weights; None where it is.
+
+    Raises:
+        StorageError: The disk refuses it.
+    """
     with _disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        sizes = [t.numel() * t.element_size() for t in _tensors(state)]
-        sizes += [t.numel() * t.element_size() for t in (reference or {}).values()]
-        require_free_space(directory, sum(sizes), "the optimiser's state")
-        torch.save(dict(state), directory / TRAINER_FILE)
-        if reference is not None:
-            save_file({name: t.cpu().contiguous() for name, t in reference.items()}, directory / REFERENCE_FILE)
+        tensors = [*_tensors(state), *(reference or {}).values(), *(snapshot or {}).values()]
+        require_free_space(directory, sum(t.numel() * t.element_size() for t in tensors), "the optimiser's state")
+        written = {**state, "published": None if snapshot is None else fingerprint(_sorted(snapshot))}
+        torch.save(written, directory / TRAINER_FILE)
+        for weights, name in ((reference, REFERENCE_FILE), (snapshot, SNAPSHOT_FILE)):
+            if weights is not None:
+                save_file({name: t.cpu().contiguous() for name, t in weights.items()}, directory / name)
 
 
 def read_trainer(directory: Path, weights: str, reference: Mapping[str, Tensor] | None) -> dict[str, Any]:
@@ -131,6 +148,24 @@ def read_trainer(directory: Path, weights: str, reference: Mapping[str, Tensor] 
     return state
 
 
+def read_snapshot(directory: Path, state: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """Read the published snapshot that :func:`write_trainer` wrote beside ``state``; None when there was none.
+
+    Raises:
+        StorageError: Missing, or not the one that was saved.
+    """
+    if state["published"] is None:
+        return None
+    path = directory / SNAPSHOT_FILE
+    try:
+        snapshot: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot read {path}: {error}; resume from an earlier checkpoint") from error
+    if fingerprint(_sorted(snapshot)) != state["published"]:
+        raise StorageError(f"{path} does not hold the weights that were published; resume from an earlier checkpoint")
+    return snapshot
+
+
 def write_model(model: Any, source: Path, directory: Path) -> None:
     """Write ``model`` as a Hugging Face directory, with the companion files of ``source``; raises ``StorageError``."""
     with _disk_errors(directory):
@@ -161,6 +196,10 @@ def _disk_errors(directory: Path) -> Iterator[None]:
         if "PytorchStreamWriter" not in str(error) and "write" not in str(error):
             raise
         raise StorageError(f"cannot write {directory}: {error}; free space on that disk") from error
+
+
+def _sorted(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(sorted(state.items()))  # a safetensors file keeps no order, and a fingerprint depends on it
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -17,13 +17,17 @@ from torch import Tensor
 
 from actors.learner.advantages import GroupAdvantages, is_scored, reward_summary
 from actors.learner.algorithms import Algorithm
+from actors.learner.drift_guard import token_ess
 from actors.learner.logprobs import Scores
-from actors.learner.losses import clipping, kl_penalty, log_ratio
+from actors.learner.losses import behaviour_weight, clipping, kl_penalty, log_ratio, policy_ratio
 from actors.learner.packing import MicroBatch
+from actors.learner.staleness import staleness_metrics
+from actors.learner.token_weights import TokenWeights
 from storage.records import Group
 
 # Name -> (meaning, unit). "Trained tokens" are those in micro-batches: answers with advantage 0 have no gradient and
-# are not computed at all unless a KL term needs them.
+# are not computed at all unless a KL term needs them, and with ``grad_tokens: current_only`` a prefix has none either.
+# Tokens that a sequence mask drops are counted like the others, so that what was dropped can be seen.
 METRICS: Mapping[str, tuple[str, str]] = {
     "reward_mean": ("Mean reward of the scored answers, before the overlong penalty", ""),
     "reward_std": ("Population standard deviation of those rewards", ""),
@@ -36,6 +40,13 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "length_max": ("Longest answer", "tokens"),
     "staleness_mean": ("Versions between a token and the weights that it trains, over all policy tokens", "versions"),
     "staleness_max": ("Largest of those", "versions"),
+    "staleness_group_mean": ("Mean over groups of the staleness of their oldest token", "versions"),
+    "staleness_tokens/<versions>": ("Policy tokens of that staleness", "share"),
+    "staleness_groups/<versions>": ("Groups whose oldest token has that staleness", "share"),
+    "mixed_version_share": ("Answers that more than one version wrote", "share"),
+    "version_span_max": ("Most versions between two tokens of one answer", "versions"),
+    "decay_weight_min": ("Smallest weight that staleness decay gives to a token in the loss", ""),
+    "decay_weight_max": ("Largest of those", ""),
     "entropy_sampled": ("Entropy of the behaviour policy, estimated by -mean logprob of all policy tokens", "nats"),
     "rejected_nonfinite": ("Answers that left the loss for a behaviour logprob that is not finite", "answers"),
     "rejected_support": ("Trained tokens that truncated sampling could not draw under the current weights", "tokens"),
@@ -52,7 +63,16 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "dual_clip_fraction": ("Trained tokens whose gradient the dual clip cuts", "share"),
     "behaviour_weight_mean": ("Mean truncated behaviour weight, with a proximal anchor only", ""),
     "behaviour_weight_capped": ("Trained tokens whose behaviour weight is capped", "share"),
+    "prefix_share": ("Scored tokens without a gradient, because an older version wrote them", "share"),
+    "prefix_weight_mean": ("Mean truncated importance weight of the prefixes, with grad_tokens=current_only only", ""),
+    "prefix_weight_capped": ("Prefixes whose weight is capped", "share"),
+    "sequence_masked": ("Answers that the sequence mask left out of the loss", "share"),
     "ess": ("Effective sample size of the answers' importance weights over their number", "share"),
+    "ess_tokens": ("Effective sample size of the tokens' weights pi_proximal / behaviour over their number", "share"),
+    "guard_skipped": ("1 when the drift guard left the batch out", ""),
+    "guard_clipped": ("1 when the drift guard capped weights lower", ""),
+    "guard_cap": ("The cap that it set, when it did", ""),
+    "published": ("1 when the step ended with a new version", ""),
     "grad_norm": ("Global gradient norm before clipping, mean over updates", ""),
     "learning_rate": ("Rate of the last update", ""),
     "updates": ("Optimiser updates applied in this step", "updates"),
@@ -69,9 +89,7 @@ def record_metrics(groups: Sequence[Group], advantages: Sequence[GroupAdvantages
     """Metrics that need no model: everything that the records say about a batch trained from ``version``."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([sample.length for sample in samples] or [0])
-    masks = [sample.policy_mask() for sample in samples]
-    ages = version - _joined([s.versions()[m] for s, m in zip(samples, masks, strict=True)])
-    behaviour = _joined([s.logprobs()[m] for s, m in zip(samples, masks, strict=True)])
+    behaviour = _joined([sample.logprobs()[sample.policy_mask()] for sample in samples])
     behaviour = behaviour[np.isfinite(behaviour)]
     mean, std = reward_summary(groups)
     unfinished = [s.finish_reason in ("abort", "error") for s in samples]
@@ -87,9 +105,8 @@ def record_metrics(groups: Sequence[Group], advantages: Sequence[GroupAdvantages
         "truncated_fraction": float(np.mean([s.finish_reason == "length" for s in samples] or [False])),
         "length_mean": float(lengths.mean()),
         "length_max": float(lengths.max()),
-        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-        "staleness_max": float(ages.max()) if len(ages) else 0.0,
         "entropy_sampled": -float(behaviour.mean(dtype=np.float64)) if len(behaviour) else 0.0,
+        **staleness_metrics(groups, version),
     }
 
 
@@ -101,14 +118,23 @@ class TokenStatistics:
     microbatches: int = 0
     computed: int = 0
     padding: int = 0
+    _minibatch: int = 0
     _parts: list[tuple[Tensor, ...]] = field(default_factory=list)
 
-    def add(self, batch: MicroBatch, scores: Scores, proximal: Tensor, reference: Tensor | None) -> None:
+    def begin_minibatch(self) -> None:
+        """The micro-batches that follow name their answers from 0 again."""
+        self._minibatch += 1
+
+    def add(
+        self, batch: MicroBatch, scores: Scores, proximal: Tensor, reference: Tensor | None, weights: TokenWeights
+    ) -> None:
         """Take note of one micro-batch; ``proximal`` is what the loss used, or the current logprobs."""
         reference = scores.logprobs if reference is None else reference
+        prefix = torch.ones_like(scores.logprobs) if weights.prefix is None else weights.prefix
         columns = (
             scores.logprobs, proximal, reference, batch.behaviour, batch.advantages, scores.entropy,
-            scores.in_support, batch.answers,
+            scores.in_support, weights.scored, weights.counted, weights.kept, prefix,
+            batch.answers + (self._minibatch << 32),
         )  # fmt: skip
         self._parts.append(tuple(column.detach().cpu() for column in columns))
         self.microbatches += 1
@@ -126,20 +152,19 @@ class TokenStatistics:
         }
         if not self._parts:
             return result
-        current, proximal, reference, behaviour, advantages, entropy, kept, answers = (
-            torch.cat(column) for column in zip(*self._parts, strict=True)
-        )
-        result["rejected_support"] = float((~kept).sum())
-        result["answers_trained"] = float(len(torch.unique(answers)))
-        result["tokens_trained"] = float(kept.sum())
-        if not bool(kept.any()):
+        columns = [torch.cat(column) for column in zip(*self._parts, strict=True)]
+        in_support, scored, counted = columns[6:9]
+        result["rejected_support"] = float((~in_support).sum())
+        result["answers_trained"] = float(len(torch.unique(columns[-1])))
+        result["tokens_trained"] = float(counted.sum())
+        if not bool(counted.any()):
             return result
-        current, proximal, reference, behaviour, advantages, entropy, answers = (
-            column[kept] for column in (current, proximal, reference, behaviour, advantages, entropy, answers)
+        current, proximal, reference, behaviour, advantages, entropy, _, _, _, kept, _, answers = (
+            column[counted] for column in columns
         )
         ratio = log_ratio(current, behaviour).exp().double()
         anchor = behaviour if self.algorithm.anchor == "behaviour" else proximal
-        cut = clipping(log_ratio(current, anchor).exp(), advantages, self.algorithm)
+        cut = clipping(policy_ratio(current, anchor, self.algorithm, answers, None), advantages, self.algorithm)
         result |= {
             "entropy": float(entropy.double().mean()),
             "kl_behaviour": float(kl_penalty(behaviour, current, "k3").double().mean()),
@@ -149,17 +174,34 @@ class TokenStatistics:
             "clip_fraction_low": float(cut.low.double().mean()),
             "clip_fraction_high": float(cut.high.double().mean()),
             "dual_clip_fraction": float(cut.dual.double().mean()),
+            "prefix_share": 1 - float(counted.sum()) / float(scored.sum()),
+            "sequence_masked": 1 - len(torch.unique(answers[kept])) / len(torch.unique(answers)),
             "ess": effective_sample_share(log_ratio(proximal, behaviour), answers),
+            "ess_tokens": token_ess(log_ratio(proximal, behaviour)),
         }
         if self.algorithm.kl_coefficient > 0:
             penalty = kl_penalty(current, reference, self.algorithm.kl_estimator)
             result["kl_reference"] = float(penalty.double().mean())
-        cap = self.algorithm.behaviour_cap
-        if cap is not None:
-            weight = log_ratio(proximal, behaviour).exp().double()
-            result["behaviour_weight_mean"] = float(weight.clamp(max=cap).mean())
-            result["behaviour_weight_capped"] = float((weight > cap).double().mean())
+        if self.algorithm.anchor == "proximal":
+            weight = behaviour_weight(proximal, behaviour, advantages, self.algorithm, answers).double()
+            uncapped = policy_ratio(proximal, behaviour, self.algorithm, answers, None).double()
+            result["behaviour_weight_mean"] = float(weight.mean())
+            result["behaviour_weight_capped"] = float((uncapped > weight).double().mean())
+        if result["prefix_share"] > 0:
+            result |= _prefix_metrics(columns, self.algorithm.prefix_cap)
         return result
+
+
+def _prefix_metrics(columns: Sequence[Tensor], cap: float) -> dict[str, float]:
+    """Weights of the prefixes, one per answer that has one."""
+    scored, counted, prefix, answers = columns[7], columns[8], columns[10], columns[11]
+    with_prefix = counted & torch.isin(answers, torch.unique(answers[scored & ~counted]))
+    owners, place = torch.unique(answers[with_prefix], return_inverse=True)
+    weights = torch.zeros(len(owners)).index_copy_(0, place, prefix[with_prefix]).double()
+    return {
+        "prefix_weight_mean": float(weights.mean()),
+        "prefix_weight_capped": float((weights >= cap).double().mean()),
+    }
 
 
 def effective_sample_share(log_weights: Tensor, answers: Tensor) -> float:

@@ -61,6 +61,7 @@ def expected_gradient(algorithm, logits, behaviour, rewards, factorised, *, igno
         behaviour=(now.detach() if ignore_behaviour else recorded).flatten(),
         advantages=(rewards - BASELINE).repeat_interleave(3),
         algorithm=algorithm,
+        answers=torch.arange(27).repeat_interleave(3),
     )
     drawn = recorded.sum(1).exp().repeat_interleave(3)
     total = aggregate(

@@ -111,7 +111,13 @@ def test_kl_term(estimator):
 def test_huge_log_ratios_stay_finite():
     for name, algorithm in DEFAULTS.items():
         logprobs = t([-0.1, -300.0], requires_grad=True)
-        loss = token_losses(logprobs, behaviour=t([-300.0, -0.1]), advantages=t([-1.0, 1.0]), algorithm=algorithm)
+        loss = token_losses(
+            logprobs,
+            behaviour=t([-300.0, -0.1]),
+            advantages=t([-1.0, 1.0]),
+            algorithm=algorithm,
+            answers=torch.tensor([0, 1]),
+        )
         loss.sum().backward()
         assert torch.isfinite(loss).all(), name
         assert torch.isfinite(logprobs.grad).all(), name
