@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors.bundles import LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
-from actors.channels import QueueReader
-from actors.history.worker import fetch_groups
+from actors.channels import QueueReader, fetch_groups
 from actors.learner.asynchrony_options import AsynchronyOptions
 from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.threads import set_torch_threads
@@ -91,7 +90,7 @@ class LearnerWorker:
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     def run(self, queue: Any) -> Iterator[Any]:
-        """Announce the last published weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
+        """Announce the published weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
         from actors.learner.learn import Saved, Trained, learn
         from actors.weights import HandOver, pack
 
