@@ -1,14 +1,14 @@
 """The predictor over HTTP: request bodies, limits and error answers, as a FastAPI app without Ray.
 
-* ``POST /predict``: ``{"prompts": ["...", {"text": "...", "group": "..."}]}``; ranks are among the prompts of one request.
+* ``POST /predict``: ``{"prompts": ["...", {"text": "...", "group": "..."}]}``; ranks are within one request.
 * ``POST /observe``: ``{"observations": [{"text": "...", "length": 120, "group": "...", "group_size": 8}]}``.
 * ``GET /healthz``: JSON; 200 while the predictor answers.
 * ``GET /metrics``: Prometheus text (version 0.0.4): quality and weight of each ranker, counts. A figure that is not
   known yet is ``NaN``.
 * ``GET /docs`` and ``/openapi.json``: the schema.
 
-Bad bodies get 422, bodies above the limit 413. Errors are JSON: ``{"error": sentence, "fields": {place: reason}}``; they
-never repeat the input, which may be huge, or not even text.
+Bad bodies get 422, bodies above the limit 413. Errors are JSON: ``{"error": sentence, "fields": {place: reason}}``;
+they never repeat the input, which may be huge, or not even text.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def prometheus_text(service: Service) -> str:
     series: list[tuple[str, str, Mapping[str, float]]] = [
         (
             "spearman",
-            "Rank correlation with the longest answer of a group",
+            "Rank correlation with the group's longest answer",
             {k: q.spearman for k, q in quality.items()},
         ),
         ("kendall_tau", "Kendall's tau-b with the longest answer", {k: q.kendall for k, q in quality.items()}),

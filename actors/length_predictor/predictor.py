@@ -19,7 +19,7 @@ from actors.length_predictor.probe import GroupProbe, OpenGroups
 from actors.length_predictor.quality import PrequentialQuality, QualityFigures
 from actors.length_predictor.rankers import Float64Array, HistoryRanker, OutputLengthRanker, Ranker, State
 from actors.length_predictor.records import FinishedGroup, Observation, Prediction, Query, identity
-from actors.length_predictor.semantic import HashingEmbedder, SemanticSimilarityRanker, SentenceEmbedder
+from actors.length_predictor.semantic import Embedder, HashingEmbedder, SemanticSimilarityRanker, SentenceEmbedder
 from storage.errors import UserError
 
 FUSED = "fused"
@@ -35,14 +35,20 @@ _PRIOR_P90 = 3.6  # P90 over P50 of answers before any was seen; 3.55 was publis
 class LengthPredictor:
     """Predicts and learns. Not thread-safe; costs per batch, so ask for a whole batch at once."""
 
-    def __init__(self, options: LengthPredictorOptions | None = None) -> None:
+    def __init__(self, options: LengthPredictorOptions | None = None, embedder: Embedder | None = None) -> None:
         """Start without knowledge.
+
+        Args:
+            options: Its options.
+            embedder: What prompts are compared by; None: made as the options say.
 
         Raises:
             UserError: The embedding that is asked for is not installed.
         """
         self.options = options or LengthPredictorOptions()
-        embedder = SentenceEmbedder() if self.options.embedding == "minilm" else HashingEmbedder()
+        if embedder is None:
+            embedder = SentenceEmbedder() if self.options.embedding == "minilm" else HashingEmbedder()
+        self._embedder = embedder
         self._open = OpenGroups()
         self._probe = GroupProbe(self._open)
         self._rankers: tuple[Ranker, ...] = (
@@ -128,12 +134,16 @@ class LengthPredictor:
         Raises:
             UserError: It is of another version or embedding, or incomplete. The predictor is as it was before.
         """
-        fresh = LengthPredictor(self.options)
+        fresh = LengthPredictor(self.options, self._embedder)
         try:
             fresh._fill(state)
         except (KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
             raise UserError(f"state of the length predictor cannot be used: {error}; start without it") from error
         self.__dict__.update(fresh.__dict__)
+
+    def forget(self) -> None:
+        """Start anew, without knowledge."""
+        self.__dict__.update(LengthPredictor(self.options, self._embedder).__dict__)
 
     def _fill(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         version, answers, groups = (int(count) for count in state["counts"])

@@ -37,11 +37,9 @@ def _http_app() -> FastAPI:
 class LengthPredictorReplica:
     """The deployed class. Methods without ``_now`` are called by handle."""
 
-    def __init__(self, options: LengthPredictorOptions, state: bytes = b"") -> None:
-        """Start with ``state`` (of ``dump_state``) or, if it is empty, without knowledge."""
+    def __init__(self, options: LengthPredictorOptions) -> None:
+        """Start without knowledge; a client that has some hands it over by :meth:`restore`."""
         self._predictor = LengthPredictor(options)
-        if state:
-            self._predictor.load_state(parse_state(state))
         self._incarnation = uuid.uuid4().hex
 
     async def predict(self, queries: Sequence[Query]) -> Reply:
@@ -58,8 +56,11 @@ class LengthPredictorReplica:
         return self._incarnation, self._predictor.answers, dump_state(self._predictor.state())
 
     async def restore(self, state: bytes) -> None:
-        """Take over a state; what was observed since the start of this replica is forgotten. Raises ``UserError``."""
-        self._predictor.load_state(parse_state(state))
+        """Take over a state (empty: none); what this replica has observed is forgotten. Raises ``UserError``."""
+        if state:
+            self._predictor.load_state(parse_state(state))
+        else:
+            self._predictor.forget()
 
     async def health(self) -> tuple[str, int]:
         """Return the incarnation and the number of observed answers."""
@@ -86,25 +87,19 @@ class LengthPredictorReplica:
         return self._predictor.quality(), self._predictor.weights()
 
 
-def deploy(
-    options: LengthPredictorOptions, *, host: str = "127.0.0.1", port: int | None = None, state: bytes = b""
-) -> Any:
+def deploy(options: LengthPredictorOptions, *, host: str = "127.0.0.1", port: int | None = None) -> Any:
     """Deploy the predictor on the Ray that this process is connected to, and return its handle when it answers.
 
     Args:
         options: Options of the predictor.
         host: Address that HTTP binds to; anything but loopback opens it to the network, without authentication.
         port: Port of HTTP; None: no HTTP, only the handle.
-        state: What the predictor starts with; empty: nothing.
 
     Raises:
-        UserError: The embedding is not installed, the state cannot be used, the port is taken, or Serve runs on this
-            cluster already with other HTTP options.
+        UserError: The embedding is not installed, or the port is taken.
     """
     if options.embedding == "minilm":
         check_minilm()
-    if state:
-        LengthPredictor(options).load_state(parse_state(state))
     for name in ("ray.serve", "ray._private.worker"):  # its progress reports are not for the reader of a training run
         logging.getLogger(name).setLevel(logging.ERROR)
     _start(host, port)
@@ -118,7 +113,7 @@ def deploy(
         logging_config=LoggingConfig(enable_access_log=False, log_level="ERROR"),
     )(serve.ingress(_http_app)(LengthPredictorReplica))
     route = None if port is None else "/"
-    return serve.run(deployment.bind(options, state), name=APP, route_prefix=route)
+    return serve.run(deployment.bind(options), name=APP, route_prefix=route)
 
 
 def remove() -> None:
