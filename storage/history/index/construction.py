@@ -20,9 +20,10 @@ VOCABULARY_BITS = 20
 VOCABULARY = 1 << VOCABULARY_BITS
 """Token ids of an index lie below this: an id and a state are hashed as one 64-bit number."""
 
-LENGTH, LINK, TOKEN, TARGET, SLOT, LATEST, VISITS = range(7)
+LENGTH, LINK, TOKEN, TARGET, SLOT, CARRIED = range(6)
 COLUMNS = 8
-"""Columns of nodes. LATEST and VISITS (or the last two columns as one float64) are for those who use the states."""
+"""Columns of nodes. The last three are for those who use the states; a state that splits off starts with the same
+CARRIED, the other two start at 0."""
 
 STATE, EDGE_TOKEN, EDGE_TARGET, BEFORE = range(4)
 TABLE_COLUMNS = 4
@@ -32,9 +33,9 @@ _SHIFT = np.int64(24)
 _MULTIPLIER = np.int64(-7046029254386353131)
 
 
-def most_states(tokens: int, roots: int = 1) -> int:
-    """Return how many states texts of ``tokens`` in all can need."""
-    return 2 * tokens + roots
+def most_states(tokens: int) -> int:
+    """Return how many states texts of ``tokens`` in all can need, with one root."""
+    return 2 * tokens + 1
 
 
 def table_slots(tokens: int, documents: int) -> int:
@@ -56,7 +57,7 @@ def new_state(nodes: Int32Array, counters: Int64Array, length: int, link: int) -
     nodes[state, TOKEN] = -1
     nodes[state, TARGET] = -1
     nodes[state, SLOT] = -1
-    nodes[state, LATEST:] = 0
+    nodes[state, CARRIED:] = 0
     return state
 
 
@@ -102,7 +103,7 @@ def add_edge(nodes: Int32Array, table: Int32Array, state: int, token: int, targe
 def split(nodes: Int32Array, table: Int32Array, counters: Int64Array, parent: int, token: int, child: int) -> Int:
     """Give the contexts of ``child`` up to ``parent`` and ``token`` a state of their own; return it."""
     clone = new_state(nodes, counters, nodes[parent, LENGTH] + 1, nodes[child, LINK])
-    nodes[clone, VISITS] = nodes[child, VISITS]
+    nodes[clone, CARRIED] = nodes[child, CARRIED]
     nodes[clone, TOKEN] = nodes[child, TOKEN]
     nodes[clone, TARGET] = nodes[child, TARGET]
     slot = nodes[child, SLOT]

@@ -2,8 +2,7 @@
 
 A suffix automaton has one state for each set of contexts that end at the same places, so one structure finds matches
 of every length. Once built it needs no hash table: a state holds its best continuation, and its other edges lie sorted
-by token. There are at most two states and three edges a token, the best ones included, hence at most 72 bytes a token
-(and commonly 45 to 60).
+by token. There are at most two states a token and one edge beyond the best ones, hence at most 64 bytes a token.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from storage.errors import UserError
 from storage.history.index.compiled import Float32Array, Float64Array, Int, Int32Array, Int64Array, compiled
 from storage.history.index.construction import (
     BEFORE,
+    CARRIED,
     COLUMNS,
     EDGE_TARGET,
     EDGE_TOKEN,
-    LATEST,
     LENGTH,
     LINK,
     SLOT,
@@ -40,7 +39,8 @@ from storage.history.index.construction import (
 # States are int32, and there are up to two of them a token.
 _MOST_TOKENS = (1 << 30) - 1
 
-# The weighted occurrences of a state under construction fill the last two columns of its row.
+# What a state under construction carries: the latest position, and, as one float64, its weighted occurrences.
+_LATEST = CARRIED
 _MASS = 3
 
 # Most states have a few edges; the root may have thousands.
@@ -193,7 +193,7 @@ def _build(text: Int32Array, starts: Int64Array, weights: Float64Array, most: in
         weight = weights[document]
         for position in range(starts[document], starts[document + 1]):
             last = append(nodes, table, counters, root, last, text[position])
-            nodes[last, LATEST] = position
+            nodes[last, _LATEST] = position
             mass[last] += weight
     states = counters[0]
     _spread(nodes[:states], mass)
@@ -220,7 +220,7 @@ def _spread(nodes: Int32Array, mass: Float64Array) -> None:
         state = order[rank]
         link = nodes[state, LINK]
         mass[link] += mass[state]
-        nodes[link, LATEST] = max(nodes[link, LATEST], nodes[state, LATEST])
+        nodes[link, _LATEST] = max(nodes[link, _LATEST], nodes[state, _LATEST])
 
 
 @compiled
@@ -240,7 +240,7 @@ def _finish(nodes: Int32Array, mass: Float64Array, table: Int32Array) -> Any:
         while slot >= 0:
             token, other = table[slot, EDGE_TOKEN], table[slot, EDGE_TARGET]
             gain = mass[other] - mass[target]
-            if gain > 0 or (gain == 0 and nodes[other, LATEST] > nodes[target, LATEST]):
+            if gain > 0 or (gain == 0 and nodes[other, _LATEST] > nodes[target, _LATEST]):
                 best, token = token, best
                 target, other = other, target
             edge_token[edge], edge_state[edge] = token, other
