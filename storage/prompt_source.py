@@ -47,6 +47,11 @@ class PromptSource:
         return self._drawn / max(1, len(self._prompts))
 
     @property
+    def left_in_epoch(self) -> int:
+        """Prompts that can be drawn before the next epoch begins: from the size of the data down to 1."""
+        return len(self._prompts) - self._drawn % max(1, len(self._prompts))
+
+    @property
     def remaining(self) -> int | None:
         """Prompts that can still be drawn, over all epochs; None when there is no end."""
         if not self._prompts:
@@ -63,6 +68,13 @@ class PromptSource:
         prompt = self._prompts[self._order[1][position]]
         self._drawn += 1
         return GroupKey(TRAIN_SPLIT, epoch, prompt.index), prompt
+
+    def upcoming(self, count: int) -> list[Prompt]:
+        """The prompts that the next ``count`` calls of :meth:`next` will return, without drawing them."""
+        drawn = self._drawn
+        found = [drawn_one[1] for _ in range(count) if (drawn_one := self.next()) is not None]
+        self._drawn = drawn
+        return found
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Positions of the prompts in the order in which ``epoch`` draws them, int64[prompts]."""

@@ -2,7 +2,7 @@
 
 The rounds of short prompts (80 to 90 % of all) end early because nobody in them is expected to be long; long prompts
 gather until they fill a round. Selection sees prompts only, so the samples stay on-policy and unbiased. A wrong
-prediction holds up its whole round, so alone this brings far less than a race does (``slipstream simulate`` shows both).
+prediction holds up its whole round, so alone this brings far less than a race (``slipstream simulate`` shows both).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Queues:
         parked: Completely written; they only lack a place in a step.
         racers: Left behind, but allowed into another short round.
         short: Never launched and not predicted to be long.
-        long: For long rounds only.
+        long: For long rounds only: left behind too often, predicted to be long, or too old to wait any longer.
     """
 
     parked: list[GroupKey] = field(default_factory=list)
@@ -85,7 +85,7 @@ def sort_waiting(state: RoundState, rules: QueueRules, keys: Iterable[GroupKey])
         group = state.waiting[key]
         if rules.resume and group.deferrals and not group.missing and not _expired(state, key, rules):
             queues.parked.append(key)
-        elif group.deferrals >= rules.max_deferrals:
+        elif group.deferrals >= rules.max_deferrals or _last_chance(state, key, rules):
             queues.long.append(key)
         elif group.deferrals:
             queues.racers.append(key)
@@ -99,7 +99,8 @@ def sort_waiting(state: RoundState, rules: QueueRules, keys: Iterable[GroupKey])
 def first_launch(state: RoundState, rules: QueueRules, short_target: int) -> Launch:
     """Choose the round and what it starts with; only ``draw`` is set while more prompts must be looked at.
 
-    * A long round as soon as ``prompts_per_step`` long groups wait.
+    * A long round as soon as ``prompts_per_step`` long groups wait, or when the kept tokens of one would be too old
+      for any later step; it is then filled up with short groups.
     * Otherwise a short round of ``short_target`` groups.
     * When an epoch cannot fill either, what it left runs together, filled up from the next epoch (round class long: it
       waits for everybody). So no group is carried past the first step of the next epoch, and none is lost.
@@ -110,6 +111,12 @@ def first_launch(state: RoundState, rules: QueueRules, short_target: int) -> Lau
     queues = sort_waiting(state, rules, left_over or state.waiting)
     if len(queues.for_long_rounds) >= wanted and len(queues.long) > 0:
         return start(state, rules, queues.for_long_rounds[:wanted], long=True)
+    if any(_last_chance(state, key, rules) for key in queues.long):
+        keys = (queues.for_long_rounds + queues.racers + queues.short)[:wanted]
+        fill = wanted - len(keys)
+        return start(
+            state, rules, keys, long=True, fresh=fill if state.available is None else min(fill, state.available)
+        )
     candidates = queues.for_short_rounds
     if len(candidates) >= short_target:
         return start(state, rules, candidates[:short_target], long=False)
@@ -146,6 +153,12 @@ def start(state: RoundState, rules: QueueRules, keys: Sequence[GroupKey], *, lon
 def _expired(state: RoundState, key: GroupKey, rules: QueueRules) -> bool:
     oldest = state.waiting[key].oldest_version
     return oldest is not None and (not rules.resume or state.version - oldest > rules.max_staleness)
+
+
+def _last_chance(state: RoundState, key: GroupKey, rules: QueueRules) -> bool:
+    """Whether this is the last step that may train the tokens that the group keeps; nothing may race it then."""
+    oldest = state.waiting[key].oldest_version
+    return rules.resume and oldest is not None and state.version - oldest == rules.max_staleness
 
 
 def _to_draw(state: RoundState, rules: QueueRules, lacking: int) -> int:
