@@ -131,7 +131,8 @@ class Drafts:
 
     Verified exactly, a draft leaves the sampled tokens what they are. Verified leniently (SPEC-RL, arXiv 2509.23232),
     draft token x is kept with probability min(1, lenience * p(x) / q(x)), p being what the row would be sampled from;
-    at the first token that is not kept the answer goes on with a draw from p. That is biased.
+    at the first token that is not kept the answer goes on with a draw from p. That is biased. As published, a draft is
+    over then, even where the token drawn happens to be the draft's: not to propose the rest is up to the source.
 
     A pass has a bound on its tokens. A lenient draft that is cut there is not over: when all of the cut is kept, the
     row draws nothing behind it, and the source is asked for the rest in the next pass.

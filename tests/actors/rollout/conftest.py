@@ -205,8 +205,9 @@ def recomputed_logprobs(
             keep = order[: int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1]
             p = np.where(np.isin(np.arange(len(p)), keep), p, 0)
             p /= p.sum()
-        result.append(np.log(p[token]))
-    return np.array(result)
+        result.append(p[token])
+    with np.errstate(divide="ignore"):
+        return np.log(np.array(result))
 
 
 @pytest.fixture(scope="session")
