@@ -46,7 +46,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """How many workers the tail gets, how many rows each pool decodes at once per worker, and the modelled seconds."""
+    """How many workers the tail gets, how many rows each pool decodes at once per worker, and the modelled seconds.
+
+    Without workers of its own (0) the tail shares all workers with the rest, ahead of it.
+    """
 
     long_workers: int
     long_batch: int
@@ -58,11 +61,15 @@ def pool_seconds(load: Workload, workers: int, batch: int, latency: LatencyTable
     """Modelled seconds that ``workers`` need, each decoding up to ``batch`` rows at once.
 
     A pass takes ``latency(rows)`` and moves every row one token. A pool needs at least as many passes as its longest
-    row has tokens, and at least its work over its slots; longest first comes within 4/3 of the larger. StreamRL prints
-    PTL(b) * mean * ceil(rows / (workers * b)), which has no term for the longest row although that one ends the pool.
+    row has tokens, and at least its work over its slots; longest first takes the larger of the two and, where they are
+    about equal, up to a third more (4/3 of the optimum, R. L. Graham 1969). StreamRL prints PTL(b) * mean *
+    ceil(rows / (workers * b)), which has no term for the longest row although that one ends the pool.
     """
+    if not load.rows:
+        return 0.0
     filled = max(1, min(batch, -(-load.rows // workers)))
-    return latency(filled) * max(load.longest, load.rows * load.mean / (workers * filled))
+    shared = load.rows * load.mean / (workers * filled)
+    return latency(filled) * (max(load.longest, shared) + min(load.longest, shared) / 3)
 
 
 def dynamic_allocation(
@@ -70,8 +77,9 @@ def dynamic_allocation(
 ) -> Allocation:
     """Return the split of ``workers`` (at least 2) that ends first: the smaller maximum over both pools.
 
-    All splits are tried, with the batch sizes ``slots`` and its halves down to 1. Of splits that end together, the one
-    with the fewest workers for the tail and the largest batches is taken.
+    All splits are tried, with the batch sizes ``slots`` and its halves down to 1, and no split at all: smaller batches
+    pay only where a pass with fewer rows is faster. Of splits that end together, the one with the fewest workers for
+    the tail and the largest batches is taken.
 
     Raises:
         ValueError: Fewer than two workers, or no slot.
@@ -81,12 +89,16 @@ def dynamic_allocation(
     batches = [slots]
     while batches[-1] > 1:
         batches.append(batches[-1] // 2)
-    best: Allocation | None = None
+    together = Workload(
+        tail.rows + regular.rows,
+        (tail.rows * tail.mean + regular.rows * regular.mean) / max(1, tail.rows + regular.rows),
+        max(tail.longest, regular.longest),
+    )
+    best = Allocation(0, slots, slots, pool_seconds(together, workers, slots, latency))
     for long_workers in range(1, workers):
         long_time, long_batch = min((pool_seconds(tail, long_workers, b, latency), -b) for b in batches)
         rest, rest_batch = min((pool_seconds(regular, workers - long_workers, b, latency), -b) for b in batches)
         makespan = max(long_time, rest)
-        if best is None or makespan < best.makespan * (1 - 1e-9):
+        if makespan < best.makespan * (1 - 1e-9):
             best = Allocation(long_workers, -long_batch, -rest_batch, makespan)
-    assert best is not None
     return best

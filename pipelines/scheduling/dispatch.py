@@ -145,7 +145,10 @@ class SkewAware:
                 tail_count -= item.pool is None
             else:
                 regular.append(item)
-        long_pool, regular_pool, limit = self._split(tail, regular, workers)
+        pools = self._split(tail, regular, workers)
+        if pools is None:
+            return _longest_first(ordered, workers, None)
+        long_pool, regular_pool, limit = pools
         return _longest_first(tail, long_pool, limit) + _longest_first(regular, regular_pool, None)
 
     def rebalance(self, workers: Sequence[WorkerLoad]) -> list[Move]:
@@ -176,16 +179,21 @@ class SkewAware:
 
     def _split(
         self, tail: Sequence[Work], regular: Sequence[Work], workers: Sequence[WorkerLoad]
-    ) -> tuple[Sequence[WorkerLoad], Sequence[WorkerLoad], int | None]:
-        """Workers of the tail, workers of the rest, and the batch limit of the former (None: their slots)."""
+    ) -> tuple[Sequence[WorkerLoad], Sequence[WorkerLoad], int | None] | None:
+        """Workers of the tail, workers of the rest, and the batch limit of the former (None: their slots).
+
+        None when all workers take both.
+        """
         dedicated = [worker for worker in workers if worker.pool == "long"]
         others = [worker for worker in workers if worker.pool == "regular"]
         if dedicated and others:
             return dedicated, others, None
         if not tail or not regular or len(workers) < 2:
-            return workers, workers, None
+            return None
         slots = min(worker.slots for worker in workers)
         allocation = dynamic_allocation(Workload.of(tail), Workload.of(regular), len(workers), slots, self._latency)
+        if not allocation.long_workers:
+            return None
         free_first = sorted(workers, key=lambda worker: (worker.assigned, worker.index))
         # Workers with the highest numbers, so that the regular ones keep theirs from round to round.
         return free_first[-allocation.long_workers :], free_first[: -allocation.long_workers], allocation.long_batch

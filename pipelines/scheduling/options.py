@@ -151,13 +151,13 @@ class ScheduleOptions(BaseModel):
 
     @property
     def deferral_span(self) -> int:
-        """Versions between the first tokens of a deferred group and the step that trains it, at least.
+        """Versions from the first tokens of a deferred group to the long round that trains it.
 
         With an over-launch of r, 1 / (r - 1) short rounds fill the queue of one long round.
         """
         if self.batching != "tail" or self.overlaunch_prompts == 1:
             return 0
-        return math.ceil(1 / (self.overlaunch_prompts - 1) - 1e-9) + self.max_deferrals - 1
+        return math.ceil(1 / (self.overlaunch_prompts - 1) - 1e-9)
 
     def resumes(self, max_staleness: int) -> bool:
         """Whether deferred groups keep their tokens when trained tokens may be ``max_staleness`` versions old."""

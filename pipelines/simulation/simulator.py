@@ -31,7 +31,9 @@ class Workload:
     Attributes:
         prompts_per_step: Groups that a step trains.
         samples: Answers in a group.
-        prompts: Prompts in the data; an epoch gives each once.
+        prompts: Prompts in the data; an epoch gives each once. With a multiple of ``prompts_per_step`` every schedule
+            trains the same prompts in the same number of steps, and nothing is left over at the end.
+        epochs: Passes over the data.
         long_rows: Rows that a replica decodes at once in a long round; 0 means all its slots.
         second_batching: Regroup rows of resumed groups by predicted remaining length.
         seed: Seed of the order of prompts and of grading times.
@@ -39,7 +41,8 @@ class Workload:
 
     prompts_per_step: int = 512
     samples: int = 8
-    prompts: int = 65_536
+    prompts: int = 5120
+    epochs: int = 1
     long_rows: int = 0
     second_batching: bool = False
     seed: int = 0
@@ -63,7 +66,7 @@ class Simulation:
         self._dispatcher = dispatcher
         self._workload = workload
         prompts = [Prompt(index=i, token_ids=_NO_TOKENS, text="") for i in range(workload.prompts)]
-        self._source = PromptSource(prompts, shuffle=True, seed=workload.seed, epochs=None)
+        self._source = PromptSource(prompts, shuffle=True, seed=workload.seed, epochs=workload.epochs)
         self.ledger = Ledger(None)
         self._groups: dict[GroupKey, SimulatedGroup] = {}
         self._waiting: dict[GroupKey, WaitingGroup] = {}
@@ -74,11 +77,17 @@ class Simulation:
         self._trained: list[Int64Array] = []
         self.rounds: list[RoundRecord] = []
 
-    def run(self, steps: int, *, record: bool = False) -> RunSummary:
-        """Simulate ``steps`` more steps and sum up all so far; with ``record`` the new rounds keep spans for charts."""
-        for _ in range(steps):
+    def run(self, steps: int | None = None, *, record: bool = False) -> RunSummary:
+        """Simulate ``steps`` more steps, or all that the data give, and sum up all rounds so far.
+
+        With ``record`` the new rounds keep spans for charts. Raises ``ValueError`` when not a single step can be made.
+        """
+        while (steps is None or steps > 0) and (self._source.remaining or self._waiting):
             self.rounds.append(_Round(self, record).play())
             self._step += 1
+            steps = None if steps is None else steps - 1
+        if not self.rounds:
+            raise ValueError("there is nothing to simulate: no steps, or no prompts")
         launched = np.concatenate(self._launched) if self._launched else np.zeros(0, np.int64)
         trained = np.concatenate(self._trained) if self._trained else np.zeros(0, np.int64)
         return summarise(self._cluster, self.rounds, launched, trained)
