@@ -70,7 +70,9 @@ class ClusterFile:
         """All kinds of nodes, the head first."""
         if self.provider == "local":
             head, worker = "head_start_ray_commands", "worker_start_ray_commands"
-            workers = min(len(self.filled["provider"]["worker_ips"]), int(self.filled["max_workers"]))
+            addresses = self.filled["provider"].get("worker_ips")  # a coordinator knows them in its place
+            most = int(self.filled["max_workers"])
+            workers = most if addresses is None else min(len(addresses), most)
             yield NodeKind("head", head, True, 1, _labels_in(self.commands(head)), {})
             yield NodeKind("worker", worker, False, workers, _labels_in(self.commands(worker)), {})
             return

@@ -145,11 +145,10 @@ def _open_ports(file: ClusterFile) -> Iterator[str]:
     group = file.filled["provider"].get("security_group") or {}
     for number, rule in enumerate(group.get("IpPermissions") or ()):
         field = f"provider.security_group.IpPermissions.{number}"
-        if not isinstance(rule, dict):
-            yield f"{field}: must be a rule with FromPort, ToPort, IpProtocol and IpRanges"
+        ranges = _ranges(rule)
+        if ranges is None:
+            yield f"{field}: must be a rule with FromPort, ToPort, IpProtocol and IpRanges: [{{CidrIp: ...}}]"
             continue
-        ranges = [r.get("CidrIp") for r in rule.get("IpRanges") or ()]
-        ranges += [r.get("CidrIpv6") for r in rule.get("Ipv6Ranges") or ()]
         for address in ranges:
             if _is_everyone(address):
                 yield f"{field}: {address} opens a port to the world; name the range of your own network"
@@ -218,6 +217,14 @@ def _starts(file: ClusterFile, field: str) -> Iterator[str]:
 
 def _has_own_security_group(kind: NodeKind) -> bool:
     return any(key in kind.config for key in ("SecurityGroupIds", "NetworkInterfaces", "LaunchTemplate"))
+
+
+def _ranges(rule: Any) -> list[Any] | None:
+    """Return the addresses that a rule lets in; None when it is no rule."""
+    parts = [rule.get(key) or [] for key in ("IpRanges", "Ipv6Ranges")] if isinstance(rule, dict) else [None]
+    if not all(isinstance(part, list) and all(isinstance(each, dict) for each in part) for part in parts):
+        return None
+    return [each.get("CidrIp", each.get("CidrIpv6")) for part in parts for each in part]
 
 
 def _is_everyone(address: Any) -> bool:

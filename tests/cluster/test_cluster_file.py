@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +66,44 @@ def test_the_shipped_file_installs_this_project_with_the_ray_of_the_tests(provid
     assert mounted == {"pyproject.toml", "README.md", "LICENSE", "actors", "pipelines", "storage"}
 
 
+@pytest.mark.parametrize("provider", SHIPPED)
+def test_the_mounted_parts_are_enough_to_build_the_project(provider: str, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "slipstream"
+    for remote, local in yaml.safe_load(SHIPPED[provider].read_text())["file_mounts"].items():
+        if remote.startswith("~/slipstream/"):
+            target = source / remote.removeprefix("~/slipstream/")
+            target.parent.mkdir(exist_ok=True)
+            copy = shutil.copytree if (ROOT / local).is_dir() else shutil.copy
+            copy(ROOT / local, target)
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
+    assert {"pipelines/cli.py", "actors/weights.py", "storage/records.py", "pipelines/presets/baseline.yaml"} <= {
+        *names
+    }
+
+
+def test_ray_reads_cpus_and_gpus_off_the_machines_and_the_head_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.autoscaler._private.aws import node_provider
+    from ray.autoscaler._private.util import validate_config
+
+    def instance(name: str, cpus: int, gpus: int) -> dict:
+        gpu = {"GpuInfo": {"Gpus": [{"Name": "L40S", "Count": gpus}]}} if gpus else {}
+        size = {"VCpuInfo": {"DefaultVCpus": cpus}, "MemoryInfo": {"SizeInMiB": 65_536}}
+        return {"InstanceType": name, **size, **gpu}
+
+    offered = [instance("m6i.2xlarge", 8, 0), instance("p5.4xlarge", 16, 1), instance("g6e.4xlarge", 16, 1)]
+    monkeypatch.setattr(node_provider, "list_ec2_instances", lambda *_: offered)
+    filled = dict(load_cluster_file(SHIPPED["aws"]).filled)
+    filled = node_provider.AWSNodeProvider.fillout_available_node_types_resources(filled)
+    validate_config(filled)
+    resources = {name: node["resources"] for name, node in filled["available_node_types"].items()}
+    assert resources["head"] == {"CPU": 0}
+    assert all(resources[name]["CPU"] == 16 and resources[name]["GPU"] == 1 for name in ("learner", "rollout"))
+
+
 def test_head_takes_no_role_and_every_role_has_nodes_with_its_label() -> None:
     kinds = {kind.name: kind for kind in load_cluster_file(SHIPPED["aws"]).node_kinds()}
     assert {name: kind.labels["role"] for name, kind in kinds.items()} == {n: n for n in ("head", "learner", "rollout")}
@@ -73,6 +115,14 @@ def test_node_kinds_of_own_machines_come_from_the_start_commands() -> None:
     head, worker = load_cluster_file(SHIPPED["local"]).node_kinds()
     assert (head.labels, head.most) == ({"role": "head"}, 1)
     assert (worker.labels, worker.most) == ({"role": None}, 2)
+
+
+def test_a_coordinator_in_place_of_addresses(tmp_path: Path) -> None:
+    data = filled_in("local") | {
+        "provider": {"type": "local", "coordinator_address": "10.0.0.1:8899"},
+        "max_workers": 7,
+    }
+    assert [kind.most for kind in load_cluster_file(write(tmp_path, data)).node_kinds()] == [1, 7]
 
 
 def test_cluster_files_are_not_offered_as_training_presets() -> None:
@@ -156,6 +206,8 @@ BAD_AWS = {
     "debugger for everyone": (in_commands(WORKER_START, " start ", " start --ray-debugger-external "), "debugger"),
     "port open to the world": (put("provider", "security_group", value={"IpPermissions": WORLD}), "to the world"),
     "port open to the world (IPv6)": (put("provider", "security_group", value={"IpPermissions": WORLD_V6}), "::/0"),
+    "rule that is none": (put("provider", "security_group", value={"IpPermissions": ["22"]}), "must be a rule with"),
+    "mount of nothing": (put("file_mounts", "~/data", value=None), "file_mounts.~/data: got None"),
     "head that starts nobody": (in_commands(HEAD_START, "--autoscaling-config", "--x"), "--autoscaling-config"),
     "worker that joins nobody": (in_commands(WORKER_START, "$RAY_HEAD_IP", "10.0.0.1"), "RAY_HEAD_IP"),
     "no start": (put(WORKER_START, value=["echo hello"]), f"{WORKER_START}: no command runs `ray start`"),
