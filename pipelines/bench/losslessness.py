@@ -152,10 +152,10 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     """Enumerate the verifier, test the engine and its controls."""
     samples, seed = int(options["samples"]), int(options["seed"])
     errors = enumeration_errors(seed)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         path = random_policy(Path(folder), seed)
         rows, exact = _exact_cells(path, samples, seed)
-        controls, stated, bias = _controls(path, samples, seed)
+        controls, stated, bias = _controls(path, random_policy(Path(other), seed + 1), samples, seed)
     adjusted = holm(exact)
     table = [(*row, f"{p:.3g}", f"{q:.3g}") for row, p, q in zip(rows, exact, adjusted, strict=True)]
     table += [(name, "tokens 1, 2", f"{p:.3g}", "control: must fail") for name, p in controls.items()]
@@ -301,10 +301,9 @@ def _exact_cells(path: Path, samples: int, seed: int) -> tuple[list[tuple[str, s
     return names, values
 
 
-def _controls(path: Path, samples: int, seed: int) -> tuple[dict[str, float], float, float]:
+def _controls(path: Path, older: Path, samples: int, seed: int) -> tuple[dict[str, float], float, float]:
     """The controls' p values, that of the lenient rule under its stated law, and the lenient rule's bias."""
-    law = answer_law(path, SETTINGS[0])
-    old = answer_law(path, Setting("old", temperature=2.0))
+    law, old = answer_law(path, SETTINGS[0]), answer_law(older, SETTINGS[0])
     rules = {"always accept": np.inf, "lenient without residual": 0.0}
     answers = {
         name: write_answers(path, SETTINGS[0], OldAnswers(old, lenience, seed), samples, seed)

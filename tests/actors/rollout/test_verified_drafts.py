@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from actors.rollout.engine import Drafts
 from actors.rollout.verification import accepted_counts
+from actors.weights import pack, policy_state
 
 from .conftest import VOCABULARY, ScriptedDrafts, finish, logprobs_of, request, tokens_of
 
@@ -107,3 +109,140 @@ def test_acceptance_counts_leading_matches_only():
     drawn = np.array([[1, 2, 3, 9], [1, 2, 3, 4], [7, 2, 3, 4], [5, 6, 0, 0]])
     drafts = np.array([[1, 2, 8, 0], [1, 2, 3, 0], [1, 2, 3, 0], [5, 6, 0, 0]])
     assert accepted_counts(drawn, drafts, np.array([3, 3, 3, 1])).tolist() == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("name", sorted(REQUESTS))
+def test_a_draft_before_the_first_token_saves_the_pass_of_that_token(name, engine_of):
+    plain = finish(engine_of(), REQUESTS[name]())
+    answers = {i: tokens_of(c) for i, c in plain.items()}
+    drafts = oracle(answers)
+    drafts._first = lambda r: True
+    engine = engine_of(drafts=drafts)
+    stats = []
+    engine.add_observer(stats.append)
+    drafted = finish(engine, REQUESTS[name]())
+    assert {i: tokens_of(c) for i, c in drafted.items()} == answers
+    assert stats[0].emitted == 0
+    # Seven tokens a pass, as all drafts of six are right.
+    assert all(c.forward_passes <= -(-len(answers[i]) // 7) for i, c in drafted.items())
+    assert sorted(request_id for _, request_id in drafts.opened) == sorted(answers)
+    assert not drafts.open_rows
+
+
+def test_a_row_that_asks_before_its_first_token_does_not_hold_up_its_siblings(engine_of):
+    requests = [request(i, (5, 6, 9, 9), max_tokens=12, group=1) for i in range(4)]
+    plain = finish(engine_of(), requests)
+    drafts = oracle({i: tokens_of(c) for i, c in plain.items()})
+    drafts._first = lambda r: r.request_id in (0, 2)
+    engine = engine_of(drafts=drafts)
+    stats = []
+    engine.add_observer(stats.append)
+    done = finish(engine, requests)
+    assert {i: tokens_of(c) for i, c in done.items()} == {i: tokens_of(c) for i, c in plain.items()}
+    assert stats[0].rows == stats[0].emitted == 2
+    assert sum(s.prefill_tokens for s in stats) == 4
+
+
+@pytest.mark.parametrize("mode", ["reprefill", "keep_kv", "drain"])
+def test_weights_that_change_in_the_middle_leave_the_answers_of_plain_decoding(mode, engine_of, reference_model):
+    snapshot = pack(policy_state(reference_model("llama", 1)), 1)
+
+    def swap(engine):
+        engine.load_weights(*snapshot)
+        engine.activate_weights(1, mode)
+
+    requests = [request(i, (5 + i, 6), max_tokens=30) for i in range(3)]
+    guide = {i: tokens_of(c) for i, c in finish(engine_of(), requests).items()}
+    drafts = adversary(guide, seed=2)
+    drafts._first = lambda r: r.request_id > 0
+    engine = engine_of(drafts=drafts)
+    engine.submit(requests)
+    for _ in range(4):
+        engine.step()
+    swap(engine)
+    done = finish(engine)
+    assert sum(c.accepted for c in done.values()) > 10
+    for r in requests:
+        answer = done[r.request_id]
+        sizes = [(s.version, len(s.token_ids)) for s in answer.segments]
+        if mode == "drain":
+            assert sizes == [(0, 30)]
+            assert tokens_of(answer) == guide[r.request_id]
+            continue
+        # Plain decoding that is given the new weights at the same token.
+        plain = engine_of()
+        plain.submit([r])
+        for _ in range(sizes[0][1]):
+            plain.step()
+        swap(plain)
+        assert [v for v, _ in sizes] == [0, 1]
+        assert tokens_of(answer) == tokens_of(finish(plain)[r.request_id])
+
+
+@pytest.mark.parametrize("method", ["open", "close", "propose", "observe"])
+def test_a_source_that_raises_is_not_asked_again_and_the_answers_stay_what_they_are(method, engine_of, caplog):
+    requests = [request(i, (5 + i % 2, 6), max_tokens=8 + 3 * i, group=i % 2) for i in range(6)]
+    plain = finish(engine_of(), requests)
+    drafts = oracle({i: tokens_of(c) for i, c in plain.items()}, reach=2)
+    drafts._first = lambda r: True
+    calls = []
+    original = getattr(drafts, method)
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError("the index is gone")
+        return original(*args)
+
+    setattr(drafts, method, failing)
+    engine = engine_of(drafts=drafts)
+    engine.submit(requests)
+    done = {}
+    while engine.running or engine.waiting:
+        done |= {c.request_id: c for c in engine.step()}
+    assert {i: tokens_of(c) for i, c in done.items()} == {i: tokens_of(c) for i, c in plain.items()}
+    assert engine.draft_failure == "OSError: the index is gone"
+    assert len(calls) == 3
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "drafts are off for the rest of this engine's life: OSError: the index is gone"
+    ]
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 3), (2,)])
+def test_drafts_of_the_wrong_shape_are_refused_whole(shape, engine_of):
+    class Shapeless(ScriptedDrafts):
+        def propose(self, rows):
+            return Drafts(np.full(shape, 3, np.int32), np.full(shape[0], 2))
+
+    requests = [request(i, (5 + i, 6), max_tokens=6) for i in range(2)]
+    engine = engine_of(drafts=Shapeless(None))
+    engine.submit(requests)
+    done = {c.request_id: tokens_of(c) for _ in range(6) for c in engine.step()}
+    assert done == {i: tokens_of(c) for i, c in finish(engine_of(), requests).items()}
+    assert str(shape) in engine.draft_failure
+
+
+def test_one_long_draft_among_short_ones_changes_no_answer(engine_of):
+    requests = [request(i, [(i * j) % 50 for j in range(1, 3 + i % 7)], max_tokens=100) for i in range(20)]
+    plain = finish(engine_of(max_rows=20, max_length=128), requests)
+    answers = {i: tokens_of(c) for i, c in plain.items()}
+    drafts = ScriptedDrafts(
+        lambda i, so_far, room: answers[i][len(so_far) : len(so_far) + {3: 60, 4: 11}.get(i, i % 3)]
+    )
+    done = finish(engine_of(max_rows=20, max_length=128, drafts=drafts), requests)
+    assert {i: tokens_of(c) for i, c in done.items()} == answers
+    # The first token, then 61 and the rest.
+    assert done[3].forward_passes == 3
+
+
+@pytest.mark.parametrize("budget", [1, 4, 9])
+def test_exact_drafts_are_cut_to_what_prefill_leaves_of_a_pass(budget, engine_of):
+    requests = [request(i, (5 + i, 6, 7), max_tokens=14) for i in range(6)]
+    plain = finish(engine_of(), requests)
+    drafts = oracle({i: tokens_of(c) for i, c in plain.items()})
+    engine = engine_of(drafts=drafts, prefill_tokens=budget)
+    stats = []
+    engine.add_observer(stats.append)
+    done = finish(engine, requests)
+    assert {i: tokens_of(c) for i, c in done.items()} == {i: tokens_of(c) for i, c in plain.items()}
+    assert max(s.drafted + s.prefill_tokens for s in stats) == budget
