@@ -99,6 +99,10 @@ def load_cluster_file(path: Path | str) -> ClusterFile:
         raise UserError(f"{path}: provider.type: got {type_!r}; must be one of {', '.join(_PROVIDERS)}")
     if type_ == "aws" and importlib.util.find_spec("boto3") is None:
         raise UserError(f"{path}: provider.type: aws needs the package boto3; pip install 'slipstream[aws]'")
+    mounts = written.get("file_mounts")
+    for remote, local in mounts.items() if isinstance(mounts, dict) else ():
+        if not isinstance(local, str):  # the schema says nothing about them
+            raise UserError(f"{path}: file_mounts.{remote}: got {local!r}; must be a path on this machine")
     return ClusterFile(path, written, _fill(path, written))
 
 

@@ -221,7 +221,9 @@ def _has_own_security_group(kind: NodeKind) -> bool:
 
 def _ranges(rule: Any) -> list[Any] | None:
     """Return the addresses that a rule lets in; None when it is no rule."""
-    parts = [rule.get(key) or [] for key in ("IpRanges", "Ipv6Ranges")] if isinstance(rule, dict) else [None]
+    if not isinstance(rule, dict):
+        return None
+    parts = [rule.get(key) or [] for key in ("IpRanges", "Ipv6Ranges")]
     if not all(isinstance(part, list) and all(isinstance(each, dict) for each in part) for part in parts):
         return None
     return [each.get("CidrIp", each.get("CidrIpv6")) for part in parts for each in part]
