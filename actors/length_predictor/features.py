@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 Float64Array = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Keys = npt.NDArray[np.uint64]
 
 MAX_BYTES = 8192
 _BYTES = 128
@@ -27,10 +27,13 @@ FEATURES = 1 + len(_NUMERIC) + _BYTES + _WORDS
 UNPENALISED = 1 + len(_NUMERIC)
 """So many leading columns are few and dense and need next to no shrinkage."""
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(rb"[0-9]+")
 _LONGEST_NUMBER = 15
 _FIRST, _LAST = 2, 3  # control characters that mark the ends of a text in its n-grams
-_BIGRAM, _TRIGRAM = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_SPACE = ord(" ")
+# Odd 64-bit constants without structure, one a kind of n-gram; products wrap around.
+_BIGRAM, _TRIGRAM, _WORD = (np.uint64(k) for k in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
+_POWERS = np.cumprod(np.full(64, 0x100000001B3, np.uint64))
 
 
 def _class_table() -> npt.NDArray[np.int64]:
@@ -57,23 +60,26 @@ def feature_matrix(texts: Sequence[str]) -> Float64Array:
     """Return float64[n, FEATURES]; counts enter as log(1 + count)."""
     matrix = np.zeros((len(texts), FEATURES))
     for row, text in zip(matrix, texts, strict=True):
-        data, kept = _read(text)
-        words = kept.split()
-        numbers = [int(found[:_LONGEST_NUMBER]) for found in _NUMBER.findall(kept)]
+        data = _read(text)
+        counts = np.bincount(data, minlength=256)
+        words = _word_keys(data)
+        numbers = [found[:_LONGEST_NUMBER] for found in _NUMBER.findall(data.tobytes())]
+        values = [int(number) for number in numbers]
         numeric = [
             len(text),
             len(words),
-            len(np.unique(data)),
+            np.count_nonzero(counts),
             len(numbers),
-            max((len(str(number)) for number in numbers), default=0),
-            max(numbers, default=0),
-            sum(numbers),
-            *np.bincount(_CLASS_OF[data], minlength=len(_CLASSES)),
+            max(map(len, numbers), default=0),
+            max(values, default=0),
+            sum(values),
+            *np.bincount(_CLASS_OF, weights=counts, minlength=len(_CLASSES)),
         ]
         row[0] = 1.0
-        row[1:UNPENALISED] = np.log1p(np.array(numeric, np.float64))
-        row[UNPENALISED : UNPENALISED + _BYTES] = np.log1p(np.bincount(data & (_BYTES - 1), minlength=_BYTES))
-        row[UNPENALISED + _BYTES :] = np.log1p(_word_counts(words, _WORDS))
+        row[1:UNPENALISED] = numeric
+        row[UNPENALISED : UNPENALISED + _BYTES] = counts[:_BYTES] + counts[_BYTES:]
+        row[UNPENALISED + _BYTES :] = _counts(words, _WORD, _WORDS)
+    matrix[:, 1:] = np.log1p(matrix[:, 1:])
     return matrix
 
 
@@ -84,32 +90,38 @@ def ngram_matrix(texts: Sequence[str], dimension: int) -> Float32Array:
     """
     matrix = np.zeros((len(texts), dimension), np.float32)
     for row, text in zip(matrix, texts, strict=True):
-        data, kept = _read(text)
-        padded = np.concatenate([[_FIRST], data, [_LAST]]).astype(np.uint64)
+        data = _read(text)
+        padded = np.empty(len(data) + 2, np.uint64)
+        padded[0], padded[1:-1], padded[-1] = _FIRST, data, _LAST
         pairs = padded[:-1] * np.uint64(257) + padded[1:]
-        counts = np.bincount(_buckets(pairs, _BIGRAM, dimension), minlength=dimension)
         triples = pairs[:-1] * np.uint64(257) + padded[2:]
-        counts = counts + np.bincount(_buckets(triples, _TRIGRAM, dimension), minlength=dimension)
-        row[:] = np.log1p(counts + _word_counts(kept.split(), dimension))
-    return matrix
+        row[:] = _counts(pairs, _BIGRAM, dimension)
+        row += _counts(triples, _TRIGRAM, dimension)
+        row += _counts(_word_keys(data), _WORD, dimension)
+    return np.log1p(matrix)
 
 
-def _read(text: str) -> tuple[Bytes, str]:
-    """Return the bytes that are looked at, and the same as text."""
+def _read(text: str) -> Bytes:
+    """Return the bytes that are looked at."""
     data = text.encode("utf-8", "replace")
     if len(data) > MAX_BYTES:
         data = data[: MAX_BYTES // 2] + data[-MAX_BYTES // 2 :]
-        return np.frombuffer(data, np.uint8), data.decode("utf-8", "replace")
-    return np.frombuffer(data, np.uint8), text
+    return np.frombuffer(data, np.uint8)
 
 
-def _word_counts(words: Sequence[str], dimension: int) -> Float64Array:
-    places = [xxhash.xxh3_64_intdigest(word.encode("utf-8", "replace")) % dimension for word in words]
-    return np.bincount(np.array(places, np.int64), minlength=dimension).astype(np.float64)
+def _word_keys(data: Bytes) -> Keys:
+    """Return uint64[words]: a number for each run of bytes above space; equal runs have equal numbers."""
+    inside = data > _SPACE
+    starts = np.flatnonzero(inside & ~np.concatenate([[False], inside[:-1]]))
+    if not len(starts):
+        return np.zeros(0, np.uint64)
+    data, inside, starts = data[starts[0] :], inside[starts[0] :], starts - starts[0]
+    places = np.arange(len(data)) - np.repeat(starts, np.diff(starts, append=len(data)))
+    values = np.where(inside, data, 0).astype(np.uint64) * _POWERS[places & (len(_POWERS) - 1)]
+    return np.asarray(np.add.reduceat(values, starts), np.uint64)
 
 
-def _buckets(keys: npt.NDArray[np.uint64], multiplier: np.uint64, dimension: int) -> npt.NDArray[np.int64]:
-    """Multiplicative hashing: the high bits of the product are well mixed, the low ones are not."""
-    with np.errstate(over="ignore"):
-        mixed = (keys * multiplier) >> np.uint64(32)
-    return (mixed % np.uint64(dimension)).astype(np.int64)
+def _counts(keys: Keys, multiplier: np.uint64, dimension: int) -> npt.NDArray[np.int64]:
+    """Count keys by bucket. Multiplicative hashing: the high bits of the product are well mixed, the low ones not."""
+    buckets = ((keys * multiplier) >> np.uint64(32)) % np.uint64(dimension)
+    return np.bincount(buckets.astype(np.int64), minlength=dimension)

@@ -242,9 +242,14 @@ async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     fields: dict[str, str] = {}
     for problem in error.errors():
-        # The first part says "body", the type names in the middle are pydantic's for the branches of a union.
-        place = ".".join(str(part) for part in problem["loc"][1:] if part not in ("PromptBody", "str")) or "body"
-        fields.setdefault(place[:200], str(problem["msg"])[:200])
+        # The first part says "body"; the type names in the middle are pydantic's for the branches of a union.
+        place = ".".join(str(part) for part in problem["loc"][1:] if part not in ("PromptBody", "str"))
+        reason = str(problem["msg"])
+        if problem["type"] == "json_invalid":
+            place, reason = "body", f"not JSON, see character {place}"
+        elif not place and problem["type"] == "model_attributes_type":
+            reason = "expected a JSON object, sent with Content-Type: application/json"
+        fields.setdefault((place or "body")[:200], reason[:200])
     shown = dict(list(fields.items())[:_MOST_FIELDS])
     more = f" and {len(fields) - len(shown)} more" if len(fields) > len(shown) else ""
     text = "; ".join(f"{place}: {reason}" for place, reason in shown.items())

@@ -41,7 +41,7 @@ class LengthPredictorOptions(BaseModel):
         256, ge=1, le=1_000_000, description="Median length assumed before anything was observed. Unit: tokens."
     )
     deadline_s: float = Field(
-        0.5,
+        2.0,
         gt=0,
         le=60,
         description="Longest wait of training for a prediction; past it the history mean is used. Unit: seconds.",
