@@ -25,7 +25,7 @@ def build_policy(
         max_refills: Most further waves that replace such groups.
     """
     rules = QueueRules(
-        long_rule=options.long_rule,
+        long_rule=options.rule,
         long_share=options.long_share,
         median_factor=options.median_factor,
         max_deferrals=options.max_deferrals,

@@ -166,8 +166,8 @@ class SkewAware:
                     if queues[donor.index]
                     and donor.index != worker.index
                     and (queues[donor.index][0].pool in (None, worker.pool))
-                    and running[worker.index] + queues[donor.index][0].rows <= worker.slots
-                    and running[donor.index] + queues[donor.index][0].rows > donor.slots
+                    and running[worker.index] < worker.slots
+                    and running[donor.index] >= donor.slots
                 ]
                 if not donors:
                     break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -68,6 +68,10 @@ class ForecastBook:
     def median(self) -> float:
         """Median of the recent predicted lengths, in tokens; 0 without any."""
         return self._medians[len(self._medians) // 2] if self._medians else 0.0
+
+    def share_above(self, tokens: float) -> float:
+        """Share of the recent predicted lengths that exceed ``tokens``; 0 without any."""
+        return 1.0 - bisect_right(self._medians, tokens) / len(self._medians) if self._medians else 0.0
 
     def remaining(self, key: GroupKey, written: int) -> float | None:
         """Tokens that the longest answer of a group still needs after ``written`` of them; None without a forecast.

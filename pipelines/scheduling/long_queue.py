@@ -78,6 +78,15 @@ def predicted_long(state: RoundState, key: GroupKey, rules: QueueRules) -> bool:
     return percentile is not None and percentile >= 1.0 - rules.long_share
 
 
+def predicted_share(state: RoundState, rules: QueueRules) -> float:
+    """Share of drawn prompts that the rule sends straight to the long queue, in [0, 1); 0 without predictions."""
+    if state.forecasts is None or rules.long_rule == "off":
+        return 0.0
+    if rules.long_rule == "quantile":
+        return rules.long_share
+    return state.forecasts.share_above(rules.median_factor * state.forecasts.median())
+
+
 def sort_waiting(state: RoundState, rules: QueueRules, keys: Iterable[GroupKey]) -> Queues:
     """Put the waiting groups ``keys`` into their queues."""
     queues = Queues()
@@ -163,7 +172,6 @@ def _last_chance(state: RoundState, key: GroupKey, rules: QueueRules) -> bool:
 
 def _to_draw(state: RoundState, rules: QueueRules, lacking: int) -> int:
     """Prompts to draw for ``lacking`` short ones; never beyond the epoch, whose remainder is a matter of its own."""
-    split = rules.long_rule == "quantile" and state.forecasts is not None
-    count = math.ceil(lacking / (1.0 - rules.long_share)) if split else lacking
+    count = math.ceil(lacking / (1.0 - predicted_share(state, rules)))
     limits = [limit for limit in (state.left_in_epoch, state.available) if limit is not None]
     return min([count, *limits])

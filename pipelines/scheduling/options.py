@@ -115,10 +115,11 @@ class ScheduleOptions(BaseModel):
         description="Groups left behind by a race: resume: keep tokens and go on (needs asynchrony.max_staleness); restart: "
         "begin anew; auto: resume where the allowed staleness covers the wait, else restart.",
     )
-    long_rule: Literal["off", "quantile", "median"] = Field(
-        "quantile",
+    long_rule: Literal["auto", "off", "quantile", "median"] = Field(
+        "auto",
         description="Which predictions send a prompt straight to the long queue: quantile: the longest long_share; median: "
-        "above median_factor times the median; off: none.",
+        "above median_factor times the median; off: none; auto: quantile for length_split, off for tail, whose race alone is "
+        "faster (a prior lowers waste and staleness instead).",
     )
     long_share: float = Field(0.1, gt=0, le=0.5, description="Share of prompts that rule quantile calls long.")
     median_factor: float = Field(
@@ -148,6 +149,13 @@ class ScheduleOptions(BaseModel):
     reward_deadlines: RewardDeadlineOptions = Field(
         default_factory=RewardDeadlineOptions, description="Reward deadlines that adapt to correct answers."
     )
+
+    @property
+    def rule(self) -> Literal["off", "quantile", "median"]:
+        """The rule that ``long_rule`` stands for."""
+        if self.long_rule == "auto":
+            return "quantile" if self.batching == "length_split" else "off"
+        return self.long_rule
 
     @property
     def deferral_span(self) -> int:
@@ -190,6 +198,10 @@ class ScheduleOptions(BaseModel):
             problems.append(
                 f"schedule.pools.long.workers={long.workers} needs schedule.dispatch=skew_aware: nothing else places "
                 "groups by length"
+            )
+        if self.batching == "length_split" and self.long_rule == "off":
+            problems.append(
+                "schedule.long_rule=off leaves schedule.batching=length_split nothing to split by: choose quantile or median"
             )
         if self.oversample == "repeat" and self.batching != "length_split":
             problems.append(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipelines.scheduling.long_queue import QueueRules, first_launch, refill
+from pipelines.scheduling.long_queue import QueueRules, first_launch, predicted_share, refill
 from pipelines.scheduling.policy import Launch, RoundState, StopAction, Verdict, zero_variance
 from storage.records import GroupKey
 
@@ -51,7 +51,10 @@ class TailBatching:
     def plan(self, state: RoundState) -> Launch:
         """Start a short or a long round, or replace groups that dynamic sampling dropped."""
         if not state.waves:
-            launch = first_launch(state, self._rules, self._target(state.prompts_per_step))
+            # Predicted-long prompts are a part of the surplus: they need not be launched to be deferred, so that long
+            # rounds come as often with a predictor as without.
+            surplus = self._overlaunch * (1.0 - predicted_share(state, self._rules))
+            launch = first_launch(state, self._rules, _ceil(max(1.0, surplus) * state.prompts_per_step))
             return self._with_samples(launch)
         if state.waves > self._max_refills:
             return Launch()
@@ -59,7 +62,7 @@ class TailBatching:
         running = len(state.running())
         if missing <= 0 or running >= missing or (state.round_class == "long" and running):
             return Launch()
-        wanted = missing if state.round_class == "long" else self._target(missing)
+        wanted = missing if state.round_class == "long" else _ceil(self._overlaunch * missing)
         return self._with_samples(refill(state, self._rules, wanted - running))
 
     def on_finish(self, state: RoundState, key: GroupKey, rewards: Sequence[float | None]) -> Verdict:
@@ -79,10 +82,12 @@ class TailBatching:
         group = state.groups[key]
         return "park" if group.written >= group.quota else "resume"
 
-    def _target(self, groups: int) -> int:
-        return math.ceil(self._overlaunch * groups - 1e-9)
-
     def _with_samples(self, launch: Launch) -> Launch:
         if launch.round_class == "long" or self._sample_ratio == 1.0 or not launch.starts:
             return launch
         return replace(launch, sample_ratio=self._sample_ratio)
+
+
+def _ceil(groups: float) -> int:
+    """Round up, past the rounding of a product such as 1.1 * 10."""
+    return math.ceil(groups - 1e-9)
