@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from storage.history.index.compiled import Float32Array, Int32Array, Int64Array, UInt64Array, compiled
+from storage.history.index.compiled import Float32Array, Int32Array, Int64Array, UInt64Array, compiled, read_only
 from storage.history.index.suffix_automaton import Automaton, find_next
 
 
@@ -68,9 +68,7 @@ class AutomatonSet:
             dtype = np.float32 if field.name in ("counts", "next_count") else np.int32
             parts = [getattr(automaton, field.name) for automaton in automata]
             arrays[field.name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
-        for array in arrays.values():
-            array.flags.writeable = False
-        return cls(**arrays)
+        return cls(**{name: read_only(array) for name, array in arrays.items()})
 
     def __len__(self) -> int:
         return len(self.keys)

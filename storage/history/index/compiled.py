@@ -22,6 +22,20 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def compiled(kernel: Kernel) -> Kernel:
-    """Compile on the first call, keep the machine code on disk, and let go of the GIL while it runs."""
+    """Compile on the first call, keep the machine code on disk, and let go of the GIL while it runs.
+
+    What is kept is valid until the kernel's own file changes: after a change to a kernel that others call, remove the
+    ``.nbi`` and ``.nbc`` files beside it.
+    """
     result: Kernel = njit(cache=True, nogil=True)(kernel)
     return result
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return ``array``, which from now on cannot be written to.
+
+    Kernels are compiled for read-only and for other arrays apart. Indexes hold read-only ones from the start, as they
+    come out of Ray's object store, so one variant serves both.
+    """
+    array.flags.writeable = False
+    return array

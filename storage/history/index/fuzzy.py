@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from storage.history.index.compiled import Int, Int32Array, Int64Array, UInt64Array, compiled
+from storage.history.index.compiled import Int, Int32Array, Int64Array, UInt64Array, compiled, read_only
 from storage.history.index.hashing import hash_range
 from storage.history.index.suffix_automaton import join
 
@@ -31,7 +31,7 @@ SIMILARITY = 0.5
 """Least Jaccard similarity of two contexts."""
 
 # Latest places of a band that are compared.
-_CANDIDATES = 16
+_CANDIDATES = 6
 
 # One hash function for each minimum: x -> factor * x + offset modulo 2**64, over n-grams that are hashed already.
 _GENERATOR = np.random.Generator(np.random.PCG64(2128))
@@ -66,10 +66,10 @@ class FuzzyIndex:
         keys = _band_keys(text, begin, places, _FACTORS, _OFFSETS)
         ranks = np.argsort(keys, axis=1, kind="stable")
         return cls(
-            text=text,
-            starts=starts,
-            keys=np.take_along_axis(keys, ranks, axis=1),
-            places=places.astype(np.int32)[ranks],
+            text=read_only(text),
+            starts=read_only(starts),
+            keys=read_only(np.take_along_axis(keys, ranks, axis=1)),
+            places=read_only(places.astype(np.int32)[ranks]),
         )
 
     @property
@@ -139,12 +139,18 @@ def _search(
     """Return position, equal last tokens and similarity of the most fitting place, or a position of -1."""
     best, best_equal, best_similarity = np.int64(-1), 0, 0.0
     own = _grams(context, 0, len(context))
+    seen = np.empty(BANDS * _CANDIDATES, np.int64)
+    compared = 0
     for band in range(BANDS):
         stop = np.searchsorted(keys[band], wanted[band], "right")
         for rank in range(stop - 1, max(stop - 1 - _CANDIDATES, -1), -1):
             if keys[band, rank] != wanted[band]:
                 break
             place = np.int64(places[band, rank])
+            if place in seen[:compared]:
+                continue
+            seen[compared] = place
+            compared += 1
             begin = starts[np.searchsorted(starts, place, "right") - 1]
             similarity = _jaccard(own, _grams(text, max(begin, place - SPAN), place))
             if similarity < SIMILARITY:

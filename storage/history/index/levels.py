@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.errors import UserError
-from storage.history.index.compiled import Float64Array, Int, Int32Array, Int64Array, UInt64Array, compiled
+from storage.history.index.compiled import Float64Array, Int, Int32Array, Int64Array, UInt64Array, compiled, read_only
 from storage.history.index.hashing import hash_range, hash_ranges
 from storage.history.index.suffix_automaton import join
 
@@ -86,12 +86,12 @@ class LevelIndex:
         tables = [_table(text, starts, heat, key, draft, order) for key, draft in levels]
         sizes = [len(keys) for keys, _, _ in tables]
         return cls(
-            text=text,
-            key_length=np.array([key for key, _ in levels], np.int64),
-            level_start=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))),
-            keys=np.concatenate([keys for keys, _, _ in tables]),
-            position=np.concatenate([position for _, position, _ in tables]).astype(np.int32),
-            length=np.concatenate([length for _, _, length in tables]).astype(np.int32),
+            text=read_only(text),
+            key_length=read_only(np.array([key for key, _ in levels], np.int64)),
+            level_start=read_only(np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))),
+            keys=read_only(np.concatenate([keys for keys, _, _ in tables])),
+            position=read_only(np.concatenate([position for _, position, _ in tables]).astype(np.int32)),
+            length=read_only(np.concatenate([length for _, _, length in tables]).astype(np.int32)),
         )
 
     @property
