@@ -137,30 +137,25 @@ class WriteAheadLog:
             self._file = None
 
     def _scan(self, descriptor: int, size: int) -> None:
+        start = 0
+        if not self._end:
+            start = _schema_end(descriptor, self._schema)
+            self._end = start if _read(descriptor, 0, start) == self._header else 0
         position = self._end
         while position < size:
             frame = _inspect(descriptor, position, size)
             if frame.state == "whole":
-                self._note(descriptor, position)
+                if position != (self._end or start):  # the header may be that of another version of Arrow
+                    self.notes.append(f"{self._name(self._end, position)}: damaged, the batches behind are not")
                 self._add(position, frame.end, None)
                 self._end = frame.end
                 position = frame.end
             else:
                 position = _next_mark(descriptor, position + 8, size)
-        if not self.blocks and _read(descriptor, 0, len(self._header)) == self._header:
-            self._end = len(self._header)
         if size > self._end and _inspect(descriptor, self._end, size).state == "damaged":
             note = f"wal/{self.path.name} from byte {self._end}: the checksum differs"
             if note not in self.notes:
                 self.notes.append(note)
-
-    def _note(self, descriptor: int, position: int) -> None:
-        """Note what lies between the last whole batch and the one at ``position``, if that should not be."""
-        gap = position - self._end
-        if not gap:
-            return
-        if self._end or not _is_schema(_read(descriptor, 0, gap), self._schema):
-            self.notes.append(f"{self._name(self._end, position)}: damaged, the batches behind it are not")
 
     def _add(self, start: int, end: int, rows: Rows | None) -> None:
         block = Block(self._name(start, end), lambda: self._view(start, end), "", self._schema)
@@ -247,9 +242,15 @@ def _read(descriptor: int, position: int, count: int) -> bytes:
     return b"".join(parts)
 
 
-def _is_schema(header: bytes, schema: Any) -> bool:
-    """Whether ``header`` is the stream's schema message, in whatever way this version of Arrow writes it."""
+def _schema_end(descriptor: int, schema: Any) -> int:
+    """Place behind the stream's schema message, however this version of Arrow writes it; 0 if there is none."""
+    prefix = _read(descriptor, 0, 8)
+    length = int.from_bytes(prefix[4:], "little")
+    if len(prefix) < 8 or length > _LARGEST_HEADER:
+        return 0
+    header = _read(descriptor, 0, 8 + length)
     try:
-        return bool(pa.ipc.read_schema(pa.py_buffer(header)).equals(schema, check_metadata=True))
+        found = pa.ipc.read_schema(pa.py_buffer(header))
     except (pa.ArrowException, OSError, ValueError):
-        return False
+        return 0
+    return len(header) if len(header) == 8 + length and found.equals(schema, check_metadata=True) else 0
