@@ -25,16 +25,14 @@ class Work:
     Attributes:
         key: The group.
         rows: Samples to write.
-        tokens: Predicted tokens that its longest row still needs (median); None while the predictor is silent.
-        tokens_p90: 90th percentile of the same.
-        percentile: Place of its fused rank among recent groups, in [0, 1); None while the predictor is silent.
+        tokens: Predicted tokens that its longest row still needs; None while the predictor is silent.
+        percentile: Place of its predicted length among recent groups, in [0, 1); None while the predictor is silent.
         pool: Pool that it must run in, for instance after it used up its budget in the other; None leaves it open.
     """
 
     key: GroupKey
     rows: int
     tokens: float | None = None
-    tokens_p90: float | None = None
     percentile: float | None = None
     pool: Pool | None = None
 
@@ -120,10 +118,11 @@ class LeastLoaded:
 class SkewAware:
     """Long groups go to a pool of their own, longest first (StreamRL, arXiv 2504.15930, algorithm 2).
 
-    Groups are sorted by fused rank. The longest ``tail_share`` are the tail. Workers of pool ``long`` are the tail's;
-    where the configuration makes no such pool, :func:`dynamic_allocation` splits the workers for each round. Inside a
-    pool the longest group goes first to the worker with the least predicted work (4/3 of the optimum at worst). While
-    the predictor is silent, groups are dealt out as by :class:`LeastLoaded`.
+    Groups are sorted by predicted length (the fused ranks of the predictor). The longest ``tail_share`` are the tail.
+    Workers of pool ``long`` are the tail's; where the configuration makes no such pool, :func:`dynamic_allocation`
+    splits the workers for each round. Inside a pool the longest group goes first to the worker with the least
+    predicted work (4/3 of the optimum at worst). While the predictor is silent, groups are dealt out as by
+    :class:`LeastLoaded`.
     """
 
     def __init__(self, latency: LatencyTable, *, tail_share: float = 0.2) -> None:
@@ -152,29 +151,26 @@ class SkewAware:
         return _longest_first(tail, long_pool, limit) + _longest_first(regular, regular_pool, None)
 
     def rebalance(self, workers: Sequence[WorkerLoad]) -> list[Move]:
-        """Let each worker with free slots take the head of the fullest queue in its pool; regular work never waits for
-        an idle long pool, but work that must run in the long pool stays there.
+        """Let workers with free slots and nothing queued take the heads of the fullest queues, until they are full.
+
+        Work that must run in one pool stays there; everything else may cross over, so that nothing waits for a slot
+        while another pool is idle.
         """
-        running = {worker.index: worker.running for worker in workers}
-        queues = {worker.index: list(worker.queued) for worker in workers}
+        queues = {worker.index: list(worker.queued) for worker in workers if worker.queued}
+        rows = {index: sum(item.rows for item in queue) for index, queue in queues.items()}
         moves: list[Move] = []
-        for worker in sorted(workers, key=lambda w: (w.running, w.index)):
-            while not queues[worker.index]:
-                donors = [
-                    donor
-                    for donor in workers
-                    if queues[donor.index]
-                    and donor.index != worker.index
-                    and (queues[donor.index][0].pool in (None, worker.pool))
-                    and running[worker.index] < worker.slots
-                    and running[donor.index] >= donor.slots
-                ]
+        takers = [worker for worker in workers if not worker.queued and worker.running < worker.slots]
+        for worker in sorted(takers, key=lambda taker: (taker.running, taker.index)):
+            free = worker.slots - worker.running
+            while free > 0:
+                donors = [index for index, queue in queues.items() if queue and queue[0].pool in (None, worker.pool)]
                 if not donors:
                     break
-                donor = max(donors, key=lambda w: (sum(item.rows for item in queues[w.index]), -w.index))
-                item = queues[donor.index].pop(0)
-                running[worker.index] += item.rows
-                moves.append(Move(item, donor.index, worker.index))
+                source = max(donors, key=lambda index: (rows[index], -index))
+                item = queues[source].pop(0)
+                rows[source] -= item.rows
+                free -= item.rows
+                moves.append(Move(item, source, worker.index))
         return moves
 
     def _split(

@@ -73,7 +73,7 @@ def predicted_long(state: RoundState, key: GroupKey, rules: QueueRules) -> bool:
     if book is None or forecast is None or rules.long_rule == "off":
         return False
     if rules.long_rule == "median":
-        return forecast.p50 > rules.median_factor * book.median()
+        return forecast.longest > rules.median_factor * book.median()
     percentile = book.percentile(key)
     return percentile is not None and percentile >= 1.0 - rules.long_share
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipelines.scheduling.forecasts import Forecast
+from actors.length_predictor.records import Prediction
 from storage.errors import UserError
 from storage.history.archive import ArchiveError, RolloutArchive
 from storage.records import GroupKey
@@ -29,7 +29,7 @@ class LengthModel(Protocol):
     def draw(self, key: GroupKey, attempt: int, samples: int) -> Int64Array:
         """Lengths of the answers of a group in tokens, int64[samples], at least 1; another attempt draws afresh."""
 
-    def forecast(self, key: GroupKey, samples: int) -> Forecast | None:
+    def forecast(self, key: GroupKey, samples: int) -> Prediction | None:
         """What a predictor would say before the group runs; None when it is silent."""
 
     def describe(self) -> str:
@@ -106,19 +106,16 @@ class LogNormalLengths:
         )
         return np.clip(np.ceil(np.exp(log_length)), 1, self.cap).astype(np.int64)
 
-    def forecast(self, key: GroupKey, samples: int) -> Forecast | None:
-        """As in the protocol; a median of the longest of ``samples`` log-normal siblings."""
+    def forecast(self, key: GroupKey, samples: int) -> Prediction | None:
+        """As in the protocol; from the law itself, given what the predictor sees of the prompt."""
         if self.correlation == 0:
             return None
         effect, noise = self._prompt_effect(key.prompt)
         seen = self.correlation * effect + math.sqrt(1 - self.correlation**2) * noise
+        centre = math.log(self.p50) + self.sigma * math.sqrt(self.prompt_share) * self.correlation * seen
         sampling = self.sigma * math.sqrt(1.0 - self.prompt_share - self.drift_share)
         unknown = self.sigma * math.sqrt(self.prompt_share * (1 - self.correlation**2) + self.drift_share)
-        centre = math.log(self.p50) + self.sigma * math.sqrt(self.prompt_share) * self.correlation * seen
-        median = centre + sampling * _NORMAL.inv_cdf(0.5 ** (1 / samples))
-        tail = centre + math.hypot(unknown * _Z90, sampling * _NORMAL.inv_cdf(0.9 ** (1 / samples)))
-        p50 = min(math.exp(median), float(self.cap))
-        return Forecast(seen, p50, max(p50, min(math.exp(tail), float(self.cap))))
+        return _prediction(seen, centre, sampling, unknown, samples, float(self.cap), self.correlation)
 
     def describe(self) -> str:
         """As in the protocol."""
@@ -165,6 +162,7 @@ class RecordedLengths:
         logs = [np.log(np.maximum(lengths, 1)) for lengths in self._all]
         self._effects = np.array([log.mean() for log in logs])
         self._centre, self._spread = float(self._effects.mean()), float(self._effects.std())
+        self._longest = float(max(lengths.max() for lengths in self._all))
         self._within = float(np.sqrt(np.mean([log.var() for log in logs])))
 
     @classmethod
@@ -196,7 +194,7 @@ class RecordedLengths:
         drawn: Int64Array = np.maximum(rng.choice(self._all[place], samples), 1)
         return drawn
 
-    def forecast(self, key: GroupKey, samples: int) -> Forecast | None:
+    def forecast(self, key: GroupKey, samples: int) -> Prediction | None:
         """As in the protocol."""
         if self._correlation == 0:
             return None
@@ -206,9 +204,7 @@ class RecordedLengths:
         seen = self._correlation * effect + math.sqrt(1 - self._correlation**2) * noise
         centre = self._centre + self._spread * self._correlation * seen
         unknown = self._spread * math.sqrt(1 - self._correlation**2)
-        p50 = math.exp(centre + self._within * _NORMAL.inv_cdf(0.5 ** (1 / samples)))
-        tail = math.exp(centre + math.hypot(unknown * _Z90, self._within * _NORMAL.inv_cdf(0.9 ** (1 / samples))))
-        return Forecast(seen, p50, max(p50, tail))
+        return _prediction(seen, centre, self._within, unknown, samples, self._longest, self._correlation)
 
     def describe(self) -> str:
         """As in the protocol."""
@@ -218,3 +214,13 @@ class RecordedLengths:
             f"recorded lengths of {len(lengths):,} answers to {len(self._prompts):,} prompts, P50 {p50:,.0f}, "
             f"P90 {p90:,.0f}, longest {lengths.max():,}"
         )
+
+
+def _prediction(
+    score: float, centre: float, sampling: float, unknown: float, samples: int, cap: float, correlation: float
+) -> Prediction:
+    """Quantiles of a log-normal length: ``centre`` is the mean of its logarithm, spread by samples and the unknown."""
+    p50 = min(math.exp(centre), cap)
+    p90 = min(math.exp(centre + _Z90 * math.hypot(sampling, unknown)), cap)
+    longest = min(math.exp(centre + sampling * _NORMAL.inv_cdf(0.5 ** (1 / samples))), cap)
+    return Prediction(rank=_NORMAL.cdf(score), p50=p50, p90=max(p50, p90), longest=longest, confidence=correlation)

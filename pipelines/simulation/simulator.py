@@ -222,23 +222,15 @@ class _Round:
 
     def _work(self, key: GroupKey, rows: int, written: int) -> Work:
         book = self.run._book
-        forecast = None if book is None else book.get(key)
-        if book is None or forecast is None:
+        if book is None:
             return Work(key=key, rows=rows)
-        tokens = book.remaining(key, written)
-        return Work(
-            key=key,
-            rows=rows,
-            tokens=tokens,
-            tokens_p90=max(tokens or 0.0, forecast.p90 - written),
-            percentile=book.percentile(key),
-        )
+        return Work(key=key, rows=rows, tokens=book.remaining(key, written), percentile=book.percentile(key))
 
     def _remaining(self, key: GroupKey, written: int) -> float:
         """Predicted rest of a row; without a prediction as much as it has: residual life grows with age."""
         book = self.run._book
-        remaining = None if book is None else book.remaining(key, written)
-        return float(max(1, written)) if remaining is None else remaining
+        forecast = None if book is None else book.get(key)
+        return float(max(1, written)) if forecast is None else forecast.remaining(written)
 
     def _place(self, work: Sequence[Work]) -> None:
         if not work:
