@@ -21,7 +21,9 @@ from storage import files
 from storage.history import store as store_module
 from storage.history import wal as wal_module
 from storage.history.manifest import HistoryError
+from storage.history.rows import history_schema
 from storage.history.store import HistoryStore
+from storage.history.wal import WriteAheadLog
 from storage.records import Group
 from tests.storage.history.answers import (
     FINGERPRINT,
@@ -52,56 +54,76 @@ def log_of(directory: Path) -> Path:
     return path
 
 
-def test_a_log_that_is_cut_at_any_byte_keeps_the_batches_before(tmp_path: Path) -> None:
+@dataclass
+class Small:
+    """What :func:`small` made; ``ends`` are the offsets behind the header and behind each batch."""
+
+    directory: Path
+    log: Path
+    appended: dict[int, list[Group]]
+    ends: list[int]
+    batches: list[Any]
+
+    def expect(self, steps: list[int]) -> dict[Any, Any]:
+        return expected({step: self.appended[step] for step in steps})
+
+    def check_log(self, steps: list[int]) -> WriteAheadLog:
+        """Read the log; it must hold the batches of ``steps``."""
+        log = WriteAheadLog(self.log, history_schema(FINGERPRINT))
+        assert len(log.blocks) == len(steps)
+        for block, step in zip(log.blocks, steps, strict=True):
+            rows = block.load()
+            assert rows is not None
+            assert rows.batch.equals(self.batches[step])
+        return log
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Small:
+    """A store whose log has two small batches, and nothing else."""
     directory = tmp_path / "history"
-    ends, appended = [], {}
     with HistoryStore(directory, FINGERPRINT) as store:
         store.append(0, [], SAMPLING)
-        header = store.wal_bytes
+        ends = [store.wal_bytes]
+        appended = {}
         for step in range(2):
             appended |= fill(store, [step], prompts=1, samples=1, tokens=2)
             ends.append(store.wal_bytes)
-    log = log_of(directory)
-    whole = log.read_bytes()
-    assert len(whole) == ends[-1]
-    for size in range(len(whole)):
-        log.write_bytes(whole[:size])
-        kept = {step: groups for step, groups in appended.items() if ends[step] <= size}
-        with HistoryStore(directory, FINGERPRINT) as reader:
-            assert contents(reader) == expected(kept), size
-            assert reader.damage == (), size
+        batches = [block.load().batch for block in store.blocks()]
+    return Small(directory, log_of(directory), appended, ends, batches)
+
+
+def test_a_log_that_is_cut_at_any_byte_keeps_the_batches_before(small: Small) -> None:
+    whole = small.log.read_bytes()
+    for size in range(len(whole), -1, -1):
+        os.truncate(small.log, size)
+        kept = [step for step in (0, 1) if small.ends[step + 1] <= size]
+        assert small.check_log(kept).notes == [], size
         if size % 128 not in (0, 1, 69):
             continue  # writing syncs to the disk: not at each byte
-        with HistoryStore(directory, FINGERPRINT) as writer:
+        place = small.directory.with_name(str(size))
+        shutil.copytree(small.directory, place)
+        with HistoryStore(place, FINGERPRINT) as writer:
             more = fill(writer, [7], prompts=1)
-            assert contents(writer) == expected(kept | more), size
-        with HistoryStore(directory, FINGERPRINT) as reader:
-            assert contents(reader) == expected(kept | more), size
-            assert reader.verify() == (), size
-    assert header < ends[0]
+            assert contents(writer) == small.expect(kept) | expected(more)
+        with HistoryStore(place, FINGERPRINT) as reader:
+            assert contents(reader) == small.expect(kept) | expected(more)
+            assert reader.verify() == ()
 
 
-def test_a_flipped_byte_anywhere_in_the_log_costs_its_own_batch_only(tmp_path: Path) -> None:
-    directory = tmp_path / "history"
-    ends, appended = [], {}
-    with HistoryStore(directory, FINGERPRINT) as store:
-        store.append(0, [], SAMPLING)
-        ends.append(store.wal_bytes)
-        for step in range(2):
-            appended |= fill(store, [step], prompts=1, samples=1, tokens=2)
-            ends.append(store.wal_bytes)
-    log = log_of(directory)
-    for place in range(ends[-1]):
-        flip(log, place)
-        with HistoryStore(directory, FINGERPRINT) as reader:
-            found = contents(reader)
-            lost = [step for step in appended if ends[step] <= place < ends[step + 1]]
-            assert found == expected({s: g for s, g in appended.items() if s not in lost}), place
-            # Not told: what looks like the torn end of the file, which a crash leaves, and a header that Arrow reads
-            # the same.
-            assert reader.damage or lost == [1] or place < ends[0], place
-        flip(log, place)
-    assert lost == [1]
+def test_a_flipped_byte_anywhere_in_the_log_costs_its_own_batch_only(small: Small) -> None:
+    for place in range(small.ends[-1]):
+        flip(small.log, place)
+        kept = [step for step in (0, 1) if not small.ends[step] <= place < small.ends[step + 1]]
+        log = small.check_log(kept)
+        # Not told: what looks like the torn end of the file, which a crash leaves, and a header that Arrow reads the
+        # same.
+        assert log.notes or kept == [0] or place < small.ends[0], place
+        if place % 64 == 0:
+            with HistoryStore(small.directory, FINGERPRINT) as reader:
+                assert contents(reader) == small.expect(kept)
+                assert reader.damage == tuple(log.notes)
+        flip(small.log, place)
 
 
 def test_what_is_damaged_in_the_log_is_set_aside_when_it_is_sealed(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 from storage.files import StorageError
 from storage.history import store as store_module
 from storage.history.manifest import HistoryError, Manifest, read_manifest, write_manifest
+from storage.history.rows import history_schema
+from storage.history.segments import Segment
 from storage.history.store import HistoryStore
 from storage.journal import decode_line, encode_line
 from storage.records import Group
@@ -40,20 +42,26 @@ def test_a_flipped_byte_anywhere_in_a_segment_costs_its_own_block_only(
     with HistoryStore(directory, FINGERPRINT) as store:
         everything = expected(fill(store, [0], prompts=2, samples=1, tokens=1))
         store.seal()
-        segment = store.segments[0]
-        sizes = [(block.offset, block.end, block.rows) for block in segment.entry.blocks]
-        path = segment.path
-    assert len(sizes) > 1
-    for place in range(path.stat().st_size):
-        flip(path, place)
-        with HistoryStore(directory, FINGERPRINT) as store:
-            found = contents(store)
-            lost = [rows for start, end, rows in sizes if start <= place < end]
-            assert found.items() <= everything.items(), place
-            assert len(found) == len(everything) - sum(lost), place
-            assert len(store.damage) == len(lost), place
-            assert place % 16 or len(store.verify()) == 1, place
-        flip(path, place)
+        (segment,) = store.segments
+        blocks = [block.load().batch for block in segment.blocks]
+    schema = history_schema(FINGERPRINT)
+    for place in range(segment.entry.nbytes):
+        flip(segment.path, place)
+        lost = [entry.offset <= place < entry.end for entry in segment.entry.blocks]
+        flipped = Segment(segment.path, segment.entry, schema)
+        for block, batch, is_lost in zip(flipped.blocks, blocks, lost, strict=True):
+            rows = block.load()
+            assert (rows is None) == is_lost, place
+            assert ("checksum" in block.failure) == is_lost, place
+            assert rows is None or rows.batch.equals(batch), place
+        assert len(flipped.frame_failures()) + sum(lost) == 1, place
+        if place % 64 == 0:
+            with HistoryStore(directory, FINGERPRINT) as store:
+                found = contents(store)
+                assert found.items() <= everything.items()
+                assert len(found) == 2 - sum(lost)
+                assert (len(store.damage), len(store.verify())) == (sum(lost), 1)
+        flip(segment.path, place)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.999])
