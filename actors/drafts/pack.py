@@ -7,8 +7,8 @@ by hash; a second, independent hash tells two prompts apart that share the first
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,17 @@ import xxhash
 
 from storage.errors import UserError
 from storage.history.index.automaton_set import AutomatonSet
+from storage.history.index.fuzzy import FuzzyIndex
+from storage.history.index.levels import LevelIndex, Order
 from storage.history.index.suffix_automaton import Automaton, build
 from storage.history.schema import prompt_hash
 from storage.records import FinishReason, Float32Array, Int32Array, SamplingParams
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
+
+IndexKind = Literal["automaton", "levels", "fuzzy"]
+ContextIndex = LevelIndex | FuzzyIndex
 
 PROMPT_TAIL = 5
 """Last prompt tokens that an indexed answer begins with, so that there is a match before its first token."""
@@ -146,10 +151,11 @@ class DraftPack:
     Attributes:
         generation: Counts what its maker has made; a higher one knows more.
         prompts: uint64[prompts], hashes of its prompts, ascending; checks: uint64[prompts], their second hashes.
-        automata: Index of each prompt's answers by prompt hash.
+        automata: Index of each prompt's answers by prompt hash; empty where ``tables`` hold the indexes.
         previous: The latest answer of each sample slot.
         shared: Indexes of answers to other prompts: one under ``SHARED_KEY``, or one by hash of the prompt that they
             are near to; ``None`` without.
+        tables: Indexes of another kind, by prompt hash, for comparison with the automata.
     """
 
     generation: int
@@ -158,6 +164,7 @@ class DraftPack:
     automata: AutomatonSet
     previous: PreviousAnswers
     shared: AutomatonSet | None = None
+    tables: Mapping[int, ContextIndex] = field(default_factory=dict)
 
     def knows(self, key: int) -> bool:
         """Return whether there is history of a prompt with hash ``key``."""
@@ -176,7 +183,9 @@ class DraftPack:
     def nbytes(self) -> int:
         """Memory of all arrays in bytes."""
         shared = 0 if self.shared is None else self.shared.nbytes
-        return self.automata.nbytes + self.previous.nbytes + shared + self.prompts.nbytes + self.checks.nbytes
+        tables = sum(table.nbytes for table in self.tables.values())
+        prompts = self.prompts.nbytes + self.checks.nbytes
+        return self.automata.nbytes + self.previous.nbytes + shared + tables + prompts
 
 
 def prompt_check(prompt_ids: Int32Array) -> int:
@@ -189,6 +198,9 @@ def build_pack(
     *,
     generation: int,
     recency: float = 0.7,
+    index: IndexKind | None = "automaton",
+    order: Order = "frequency",
+    heat_half_life: float = 2.0,
     shared: Mapping[int, Sequence[PastPrompt]] | None = None,
     indexes: Mapping[int, Automaton] | None = None,
 ) -> DraftPack:
@@ -198,19 +210,23 @@ def build_pack(
         prompts: Prompts that rollouts are about to answer, with the answers in their window; a prompt may occur once.
             Of two prompts with one hash the first is served and the other goes without.
         generation: Number of the pack.
-        recency: Weight of an answer relative to one that is a visit younger, in (0, 1].
+        recency: Weight of an answer relative to one that is a visit younger, in (0, 1]; automata only.
+        index: Kind of the prompts' own indexes; ``None`` builds none, for drafts from previous answers alone.
+        order: Which continuation tables by level prefer.
+        heat_half_life: Visits after which an entry of tables by level counts half.
         shared: Answers to index for prompts without history, by ``SHARED_KEY`` (for all of them) or by the hash of the
             prompt that they are to serve.
-        indexes: Indexes that exist already, by prompt hash; the others are built.
+        indexes: Automata that exist already, by prompt hash; the others are built.
 
     Raises:
         UserError: A prompt occurs twice, an answer's arrays differ in length, or its ids cannot be indexed.
     """
     owners: dict[int, PastPrompt] = {}
     for prompt in prompts:
-        owner = owners.setdefault(prompt_hash(prompt.prompt_ids), prompt)
-        if owner is not prompt and np.array_equal(owner.prompt_ids, prompt.prompt_ids):
+        key = prompt_hash(prompt.prompt_ids)
+        if key in owners and np.array_equal(owners[key].prompt_ids, prompt.prompt_ids):
             raise UserError(f"a draft pack of {len(prompts)} prompts holds one of them twice: merge their answers")
+        owners.setdefault(key, prompt)
         for answer in prompt.answers:
             if len(answer.token_ids) != len(answer.logprobs):
                 raise UserError(
@@ -219,10 +235,11 @@ def build_pack(
                 )
     keys = sorted(owners)
     known = indexes or {}
+    answered = [key for key in keys if owners[key].answers]
     automata = {
         key: known[key] if key in known else index_answers([owners[key]], recency)
-        for key in keys
-        if owners[key].answers
+        for key in answered
+        if index == "automaton"
     }
     return DraftPack(
         generation=generation,
@@ -231,14 +248,29 @@ def build_pack(
         automata=AutomatonSet.pack(automata),
         previous=PreviousAnswers.of([owners[key] for key in keys]),
         shared=None if shared is None else AutomatonSet.pack({k: index_answers(v, recency) for k, v in shared.items()}),
+        tables={
+            key: _table(owners[key], index, order, heat_half_life)
+            for key in answered
+            if index is not None and index != "automaton"
+        },
     )
 
 
 def index_answers(prompts: Sequence[PastPrompt], recency: float) -> Automaton:
     """Index answers, the oldest first, each behind the last tokens of its prompt."""
+    visits, documents = _documents(prompts)
+    return build(documents, [recency**visit for visit in visits])
+
+
+def _table(prompt: PastPrompt, kind: IndexKind, order: Order, half_life: float) -> ContextIndex:
+    visits, documents = _documents([prompt])
+    if kind == "fuzzy":
+        return FuzzyIndex.build(documents)
+    return LevelIndex.build(documents, visits, order=order, half_life=half_life)
+
+
+def _documents(prompts: Sequence[PastPrompt]) -> tuple[list[int], list[Int32Array]]:
+    """Visits since each answer, and the answers behind the last tokens of their prompts, the oldest first."""
     answers = [(answer, prompt.prompt_ids[-PROMPT_TAIL:]) for prompt in prompts for answer in prompt.answers]
     answers.sort(key=lambda entry: -entry[0].visit)
-    return build(
-        [np.concatenate([tail, answer.token_ids]) for answer, tail in answers],
-        [recency**answer.visit for answer, _ in answers],
-    )
+    return [answer.visit for answer, _ in answers], [np.concatenate([tail, a.token_ids]) for a, tail in answers]

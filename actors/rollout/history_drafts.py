@@ -24,6 +24,7 @@ from actors.rollout.lenient_reuse import LenientReuse
 from actors.rollout.live_rows import LiveRows
 from actors.rollout.pack_shelf import PackShelf
 from actors.rollout.row_sources import PROMPT, SHARED, Candidates, IndexedRows, PreviousRows, grown
+from actors.rollout.table_rows import TableRows
 
 Float64Array = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
@@ -73,6 +74,7 @@ class HistoryDrafts:
         self._follows_previous = options.source in ("previous_epoch", "hybrid")
         self._follows_index = indexed
         self._prompt_rows = IndexedRows(PROMPT)
+        self._table_rows = TableRows()
         self._shared_rows = IndexedRows(SHARED)
         self._previous_rows = PreviousRows()
         self._live_rows = LiveRows() if indexed and options.live else None
@@ -138,6 +140,10 @@ class HistoryDrafts:
             if self._follows_index and which >= 0:
                 self._prompt_rows.open(handle, pack.automata, which, begin)
                 found = True
+            table = pack.tables.get(binding.key)
+            if self._follows_index and table is not None:
+                self._table_rows.open(handle, table)
+                found = True
             at = pack.previous.find(binding.key, binding.sample) if self._follows_previous else -1
             reuse = at >= 0 and self._reuse is not None and self._reuse.open(handle, request, binding, at, self.version)
             if at >= 0 and (self._follows_index or not reuse):
@@ -155,6 +161,7 @@ class HistoryDrafts:
     def close(self, handle: int) -> None:
         """As in the protocol."""
         self._prompt_rows.close(handle)
+        self._table_rows.close(handle)
         self._shared_rows.close(handle)
         self._previous_rows.close(handle)
         if self._live_rows is not None:
@@ -244,6 +251,7 @@ class HistoryDrafts:
         width = max(int(limits.max(initial=0)), 1)
         candidates = Candidates(count, width)
         self._prompt_rows.offer(rows, limits, candidates)
+        self._table_rows.offer(rows, limits, candidates)
         self._shared_rows.offer(rows, limits, candidates)
         self._previous_rows.offer(rows, limits, candidates)
         if self._live_rows is not None:
@@ -261,7 +269,8 @@ class HistoryDrafts:
         return Drafts(candidates.tokens[chosen][:, :longest], budget.lengths)
 
     def _anything(self) -> bool:
-        return bool(self._prompt_rows or self._previous_rows or self._shared_rows or self._live_rows)
+        sources = (self._prompt_rows, self._table_rows, self._previous_rows, self._shared_rows, self._live_rows)
+        return any(sources)
 
     def _weights(self, handles: Int64Array) -> Float64Array:
         """Rows of more than the mean priority, those that are expected to end the step, are worth up to twice."""
