@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from actors.rollout.engine import Drafts
-from actors.rollout.sampling import acceptance_uniforms, position_keys, request_key
+from actors.rollout.sampling import acceptance_uniforms, position_keys, request_key, splitmix64
 from actors.rollout.verification import leniently_kept_counts
 from actors.weights import pack, policy_state
 from storage.records import Segment
@@ -97,7 +97,8 @@ def test_uniforms_are_fresh_for_each_position_and_request_and_apart_from_the_tok
     assert abs(uniforms.mean() - 0.5) < 0.01
     table = uniforms.reshape(40, 500)
     assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.03
-    assert not np.array_equal(uniforms, (keys >> np.uint64(11)) * 2.0**-53)
+    for unsalted in (keys, splitmix64(keys)):
+        assert np.abs(uniforms - (unsalted >> np.uint64(11)) * 2.0**-53).mean() > 0.3
 
 
 def test_a_row_that_waits_for_its_first_draft_is_verified_whole_in_the_pass_behind_its_prefill(drafted, engine_of):
@@ -256,6 +257,28 @@ def test_weights_that_change_between_pieces_of_a_draft_verify_what_is_left(mode,
     if mode == "reprefill":
         exact = recomputed_logprobs(reference_model("llama", 2), PROMPT, tokens_of(done))[8:]
         np.testing.assert_allclose(logprobs_of(done)[8:], exact, atol=1e-4)
+
+
+def test_a_row_that_waits_for_its_share_of_a_pass_draws_nothing_when_it_is_prefilled_again(
+    drafted, engine_of, reference_model
+):
+    old = drafted(n=2, max_tokens=24, seed=0)
+
+    def rest(i, so_far, room):
+        tokens, scores = old[i]
+        return tokens[len(so_far) :], scores[len(so_far) :], 100.0
+
+    engine = engine_of(drafts=ScriptedDrafts(rest), prefill_tokens=8)
+    engine.submit([request(i, PROMPT, max_tokens=24) for i in range(2)])
+    for _ in range(2):
+        engine.step()
+    engine.load_weights(*pack(policy_state(reference_model("llama")), 2))
+    engine.activate_weights(2)
+    done = finish(engine)
+    for i, completion in done.items():
+        # All but the first and the last token come from the draft.
+        assert tokens_of(completion)[1:23] == old[i][0][1:23]
+        assert completion.accepted == 22
 
 
 def test_lenient_drafts_without_the_drafters_logprobs_switch_drafts_off(engine_of, caplog):

@@ -138,3 +138,25 @@ def test_small_perturbations_of_the_logits_flip_no_token():
     sampler = Sampler(vocabulary)
     flips = sampler.sample(logits, keys, ones, ones, zeros)[0] != sampler.sample(noisy, keys, ones, ones, zeros)[0]
     assert int(flips.sum()) <= 1
+
+
+@pytest.mark.parametrize("vocabulary", [40, 100_000])
+def test_scores_of_other_tokens_are_those_of_the_law_that_is_sampled_also_in_pieces(vocabulary):
+    n = 12
+    logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(2)) * 3
+    temperature = np.array([1, 0.7, 1, 0] * 3, np.float32)
+    top_p, top_k = np.array([1, 0.8, 1] * 4, np.float32), np.array([0, 0, 5, 0, 0, 0] * 2)
+    keys = position_keys(np.arange(n, dtype=np.uint64), np.arange(n))
+    law = processed_probabilities(logits, temperature, top_p, top_k)
+    wanted = torch.where(torch.arange(n) % 2 == 0, law.argmax(dim=1), law.argmin(dim=1)).numpy()
+    sampler = Sampler(vocabulary)
+    tokens, logprobs, scored = sampler.sample_and_score(logits, keys, temperature, top_p, top_k, wanted)
+    plain = sampler.sample(logits, keys, temperature, top_p, top_k)
+    assert torch.equal(tokens, plain[0])
+    assert torch.equal(logprobs, plain[1])
+    expected = law[torch.arange(n), torch.from_numpy(wanted)].log()
+    greedy = torch.from_numpy(temperature == 0)
+    point = torch.where(tokens == torch.from_numpy(wanted), 0.0, float("-inf"))
+    torch.testing.assert_close(scored, torch.where(greedy, point, expected))
+    assert torch.isinf(scored).any()
+    assert torch.isfinite(scored).any()
