@@ -267,7 +267,8 @@ def _finish(nodes: Int32Array, mass: Float64Array, table: Int32Array) -> Any:
 @compiled
 def _sort(tokens: Int32Array, states: Int32Array) -> None:
     if len(tokens) > _INSERTION_SORT:
-        order = np.argsort(tokens)
+        # Not quicksort: tokens that were numbered as they came arrive in an order that makes it quadratic.
+        order = np.argsort(tokens, kind="mergesort")
         tokens[:] = tokens[order]
         states[:] = states[order]
         return

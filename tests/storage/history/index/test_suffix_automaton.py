@@ -82,6 +82,17 @@ def test_size_and_edges_stay_within_the_bounds_of_the_structure():
     assert np.all(np.diff(root) > 0)
 
 
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled"])
+def test_a_state_with_very_many_continuations_finds_each_of_them(order):
+    tokens = np.arange(3000, dtype=np.int32)
+    if order != "ascending":
+        tokens = tokens[::-1] if order == "descending" else np.random.default_rng(1).permutation(tokens)
+    automaton = build([tokens])
+    assert all(state_of(automaton, [int(token)]) > 0 for token in tokens[::7])
+    assert state_of(automaton, [int(tokens[0]), int(tokens[1])]) > 0
+    assert state_of(automaton, [3000]) == -1
+
+
 def test_nothing_and_empty_documents_make_an_automaton_that_knows_nothing():
     for documents in ([], brute_force.arrays([[], []])):
         automaton = build(documents)
