@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -151,7 +151,8 @@ class _Round:
         self.due = [IDLE] * cluster.replicas
         self.ticket = 0
         self.generated = self.wasted = 0
-        self.grading = np.random.default_rng((run._workload.seed, 3, run._step))
+        self.queueing: set[int] = set()
+        self.waits = self._grading_waits()
         self.state = RoundState(
             step=run._step,
             prompts_per_step=run._workload.prompts_per_step,
@@ -294,7 +295,12 @@ class _Round:
 
     def _schedule(self, index: int) -> None:
         """Put the replica's next event on the clock; an earlier entry for it becomes void."""
-        due = self.replicas[index].next_event()
+        replica = self.replicas[index]
+        if replica.queued:
+            self.queueing.add(index)
+        else:
+            self.queueing.discard(index)
+        due = replica.next_event()
         self.due[index] = due
         if due < IDLE:
             self._push(due, index, None, -1)
@@ -319,11 +325,9 @@ class _Round:
         for row in rows:
             self.generated += run._groups[row.key].add_tokens(row, run._step)
             self.state.groups[row.key].written += 1
-        waits = run._cluster.grading_seconds(self.grading.random(len(rows)))
-        for row, wait in zip(rows, waits, strict=True):
-            self._push(self.now + float(wait), -1, row.key, row.index)
+            self._push(self.now + next(self.waits), -1, row.key, row.index)
         replica = self.replicas[index]
-        if rows and not replica.queued and replica.running < replica.limit and any(r.queued for r in self.replicas):
+        if rows and self.queueing and not replica.queued and replica.running < replica.limit:
             self._rebalance()
 
     def _rebalance(self) -> None:
@@ -335,6 +339,12 @@ class _Round:
             for place, row in enumerate(rows):
                 row.shared = place > 0
             self._submit({move.target: rows})
+
+    def _grading_waits(self) -> Iterator[float]:
+        """Seconds from the end of an answer to its score, answer by answer."""
+        rng = np.random.default_rng((self.run._workload.seed, 3, self.run._step))
+        while True:
+            yield from self.run._cluster.grading_seconds(rng.random(1024)).tolist()
 
     def _scored(self, key: GroupKey, sample: int) -> bool:
         """Count a score; returns True when it makes its group complete."""
