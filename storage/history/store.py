@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from storage.files import StorageError, describe_failure, fsync_directory, remove_temporaries, try_lock
-from storage.history.manifest import HistoryError, Manifest, SegmentEntry, read_manifest, write_manifest
+from storage.history.manifest import HistoryError, Manifest, SegmentEntry, manifest_size, read_manifest, write_manifest
 from storage.history.merging import merge
 from storage.history.rows import (
     Answer,
@@ -123,6 +123,11 @@ class HistoryStore:
     def wal_bytes(self) -> int:
         """Bytes in the write-ahead log."""
         return self._wal.nbytes
+
+    @property
+    def manifest_bytes(self) -> int:
+        """Bytes of the manifest; 0 before the first write."""
+        return manifest_size(self.directory)
 
     def append(self, step: int, groups: Sequence[Group], sampling: SamplingParams) -> None:
         """Add finished groups of the training split, whole or not at all.
