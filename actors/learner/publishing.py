@@ -49,8 +49,8 @@ class Publisher:
         return True
 
     def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The published snapshot, for ``actors.weights.pack``; not copies. ``state`` are the learner's own weights."""
-        return dict(state) if self._snapshot is None else dict(self._snapshot)
+        """The published snapshot in the order of ``state``, which are the learner's own weights; not copies."""
+        return dict(state) if self._snapshot is None else {name: self._snapshot[name] for name in state}
 
     @property
     def snapshot(self) -> Mapping[str, Tensor] | None:

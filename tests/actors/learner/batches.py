@@ -98,7 +98,9 @@ def random_groups(path, *, groups=4, samples=4, seed=0, longest=20, drift=0.3, s
     return result
 
 
-def make_learner(path, algorithm="grpo", *, max_tokens=24, total_steps=10, sampling=None, seed=0, **fields):
+def make_learner(
+    path, algorithm="grpo", *, max_tokens=24, total_steps=10, sampling=None, seed=0, asynchrony=None, **fields
+):
     """A learner on CPU; ``fields`` go to the algorithm's options when it knows them, else to the learner's."""
     known = AlgorithmOptions.model_fields
     return Learner(
@@ -109,6 +111,7 @@ def make_learner(path, algorithm="grpo", *, max_tokens=24, total_steps=10, sampl
         max_tokens=max_tokens,
         seed=seed,
         total_steps=total_steps,
+        asynchrony=asynchrony,
     )
 
 
