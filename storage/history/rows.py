@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -152,7 +152,8 @@ class Rows:
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One column of numbers without nulls, one value a row."""
-        return cast(npt.NDArray[Any], self.batch.column(name).to_numpy())
+        values: npt.NDArray[Any] = self.batch.column(name).to_numpy()
+        return values
 
     def prompt(self, run: int) -> Int32Array:
         """Tokens of the prompt of a run, int32[n]."""
@@ -195,7 +196,8 @@ class _Ragged:
         self._offsets = column.offsets.to_numpy()
 
     def __getitem__(self, row: int) -> npt.NDArray[Any]:
-        return cast(npt.NDArray[Any], self._values[self._offsets[row] : self._offsets[row + 1]])
+        view: npt.NDArray[Any] = self._values[self._offsets[row] : self._offsets[row + 1]]
+        return view
 
 
 def to_rows(
@@ -209,7 +211,7 @@ def to_rows(
     """Return the ``pyarrow.RecordBatch`` of ``groups``: one row per sample, one run per group that has samples.
 
     Raises:
-        ValueError: A group that is not of the training split, or keys that contradict each other; names the group.
+        ValueError: A group that is not of the training split, or keys or lengths that contradict each other; names it.
     """
     for group in groups:
         if group.key.split != TRAIN_SPLIT:
@@ -219,6 +221,13 @@ def to_rows(
     groups = [group for group in groups if group.samples]
     samples = [sample for group in groups for sample in group.samples]
     sizes = [len(group.samples) for group in groups]
+    segments = [segment for sample in samples for segment in sample.segments]
+    counts = np.array([len(segment.token_ids) for segment in segments], np.int64)
+    if not np.array_equal(counts, [len(segment.logprobs) for segment in segments]):
+        wrong = next(s for s in samples if any(len(part.token_ids) != len(part.logprobs) for part in s.segments))
+        raise ValueError(f"group {wrong.key}: sample {wrong.index} does not have one logprob a token")
+    totals = np.concatenate([[0], np.cumsum(counts)])
+    lengths = np.diff(totals[np.concatenate([[0], np.cumsum([len(sample.segments) for sample in samples])])])
     count = len(samples)
     fingerprint = int(schema.metadata[TOKENIZER_KEY], 16)
     starts = np.cumsum([0, *sizes])[:-1]
@@ -231,13 +240,20 @@ def to_rows(
         "duplicate": np.repeat(np.array([group.key.duplicate for group in groups], np.int32), sizes),
         "sample_idx": [sample.index for sample in samples],
         "step": np.full(count, step, np.int32),
-        "segments": [
-            [{"source": s.source, "version": s.version, "count": len(s.token_ids)} for s in sample.segments]
-            for sample in samples
-        ],
-        "tokens": _lists([[s.token_ids for s in sample.segments] for sample in samples], np.dtype(np.int32)),
-        "logprobs": _lists([[s.logprobs for s in sample.segments] for sample in samples], np.dtype(np.float32)),
-        "length": np.array([sample.length for sample in samples], np.int32),
+        "segments": pa.ListArray.from_arrays(
+            _offsets([len(sample.segments) for sample in samples]),
+            pa.StructArray.from_arrays(
+                [
+                    pa.array([segment.source for segment in segments], pa.string()),
+                    pa.array([segment.version for segment in segments], pa.int32()),
+                    pa.array(counts, pa.int32()),
+                ],
+                fields=list(schema.field("segments").type.value_type),
+            ),
+        ),
+        "tokens": _lists(lengths, [segment.token_ids for segment in segments], np.dtype(np.int32)),
+        "logprobs": _lists(lengths, [segment.logprobs for segment in segments], np.dtype(np.float32)),
+        "length": lengths,
         "reward": [sample.reward for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],
         "temperature": np.full(count, sampling.temperature, np.float32),
@@ -308,9 +324,11 @@ def expand_prompts(batch: Any) -> Any:
     )
 
 
-def _lists(rows: Sequence[Sequence[npt.NDArray[Any]]], dtype: np.dtype[Any]) -> Any:
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([sum(map(len, parts)) for parts in rows], out=offsets[1:])
-    flat = [part for parts in rows for part in parts]
-    values = np.concatenate(flat) if flat else np.zeros(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(dtype, copy=False)))
+def _lists(lengths: Sequence[int] | npt.NDArray[Any], parts: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> Any:
+    """Return a list array with rows of ``lengths`` out of ``parts``, which need not be cut where rows are."""
+    values = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    return pa.ListArray.from_arrays(_offsets(lengths), pa.array(values.astype(dtype, copy=False)))
+
+
+def _offsets(lengths: Sequence[int] | npt.NDArray[Any]) -> Any:
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

@@ -122,6 +122,15 @@ def test_groups_of_another_split_or_with_another_key_are_refused_and_nothing_is_
     assert contents(store) == {}
 
 
+def test_a_sample_without_one_logprob_a_token_is_refused(store: HistoryStore) -> None:
+    group = make_group(1)
+    (segment,) = group.samples[1].segments
+    wrong = replace(group.samples[1], segments=(replace(segment, logprobs=segment.logprobs[1:]),))
+    with pytest.raises(ValueError, match="train/e0/p1/d0: sample 1"):
+        store.append(0, [make_group(0), replace(group, samples=(group.samples[0], wrong))], SAMPLING)
+    assert contents(store) == {}
+
+
 def test_compaction_keeps_the_last_visits_of_each_prompt(store: HistoryStore) -> None:
     appended = fill(store, [0, 1], prompts=2)
     store.seal()
