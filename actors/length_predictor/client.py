@@ -107,9 +107,7 @@ class PredictorClient:
         self._ensure_worker()
         self._idle.clear()
         self._wake.set()
-        try:
-            await asyncio.wait_for(self._idle.wait(), self._options.deadline_s)
-        except TimeoutError:
+        if not await self.flush(self._options.deadline_s):
             logger.warning("the length predictor takes its time to start; the history mean is used until it answers")
 
     async def predict(self, queries: Sequence[Query]) -> Answer:
@@ -153,7 +151,8 @@ class PredictorClient:
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued was delivered; returns False when that takes longer than ``timeout_s``."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
@@ -211,7 +210,8 @@ class PredictorClient:
                 continue
             self._idle.set()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._options.state_interval_s)
+                async with asyncio.timeout(self._options.state_interval_s):
+                    await self._wake.wait()
 
     async def _meet_replica(self) -> None:
         """Tell a replica that is not the one known so far what its predecessor knew."""
@@ -255,14 +255,11 @@ class PredictorClient:
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         response = getattr(self._handle, method).remote(*arguments)
         try:
-            return await asyncio.wait_for(_awaited(response), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 can swallow the cancellation of close()
+                return await response
         except (TimeoutError, asyncio.CancelledError):
             response.cancel()
             raise
-
-
-async def _awaited(response: Any) -> Any:
-    return await response
 
 
 def _fault(reply: Any, count: int) -> str:

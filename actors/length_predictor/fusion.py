@@ -26,7 +26,8 @@ class Ranking:
     """One ranker's view of n prompts.
 
     Attributes:
-        scores: float64[n], larger is longer, on any scale; nan: no place in the order.
+        scores: float64[n], larger is longer, on any scale; nan: no place in the order. Percentiles are then among the
+            prompts that have one: fill the gaps if those are not like the others.
         quantiles: float64[n, q] in tokens; nan: no opinion on this prompt.
     """
 
