@@ -62,7 +62,7 @@ class ClusterModel:
     prompt_tokens: int = 200
     grading: Sequence[tuple[float, float]] = CODE_GRADING
     grading_deadline_s: float = 10.0
-    train_gpu_s: float = 3.3e-4
+    train_gpu_s: float = 9e-4
     sync_s: float = 4.0
 
     def __post_init__(self) -> None:
