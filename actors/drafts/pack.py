@@ -123,12 +123,10 @@ class PreviousAnswers:
 
     def find(self, key: int, sample: int) -> int:
         """Return the index of a slot's answer, or -1."""
-        at = int(np.searchsorted(self.keys, np.uint64(key)))
-        while at < len(self.keys) and int(self.keys[at]) == key:
-            if int(self.samples[at]) == sample:
-                return at
-            at += 1
-        return -1
+        first = int(np.searchsorted(self.keys, np.uint64(key)))
+        last = int(np.searchsorted(self.keys, np.uint64(key), "right"))
+        at = first + int(np.searchsorted(self.samples[first:last], sample))
+        return at if at < last and int(self.samples[at]) == sample else -1
 
     def same_law(self, at: int, sampling: SamplingParams) -> bool:
         """Return whether an answer was drawn as ``sampling`` draws."""

@@ -92,14 +92,15 @@ class Calibration:
             cells,
         )
 
-    def learn(self, cells: Int32Array, drafted: Int64Array, accepted: Int64Array) -> None:
+    def learn(self, cells: Int32Array, handles: Int64Array, drafted: Int64Array, accepted: Int64Array) -> None:
         """Count what verification found.
 
         Args:
-            cells: int32[rows, width], cell of each draft token.
+            cells: int32[handles, width], cell of each draft token.
+            handles: int64[rows], which line of ``cells`` a row lies in.
             drafted: int64[rows], tokens verified; accepted: int64[rows], tokens accepted, of those.
         """
-        self._fresh += int(_learn(self._tried.ravel(), self._accepted.ravel(), cells, drafted, accepted))
+        self._fresh += int(_learn(self._tried.ravel(), self._accepted.ravel(), cells, handles, drafted, accepted))
         if self._fresh >= _REFRESH:
             self._refresh()
 
@@ -176,12 +177,17 @@ def _score(
 
 @compiled
 def _learn(
-    tried: Float64Array, accepted_sum: Float64Array, cells: Int32Array, drafted: Int64Array, accepted: Int64Array
+    tried: Float64Array,
+    accepted_sum: Float64Array,
+    cells: Int32Array,
+    handles: Int64Array,
+    drafted: Int64Array,
+    accepted: Int64Array,
 ) -> int:
     reached = 0
     for row in range(len(drafted)):
         for j in range(min(accepted[row] + 1, drafted[row])):
-            cell = cells[row, j]
+            cell = cells[handles[row], j]
             tried[cell] += 1.0
             accepted_sum[cell] += 1.0 if j < accepted[row] else 0.0
             reached += 1

@@ -26,6 +26,8 @@ _OUTLIER = 3.0
 """A step that misses the prediction by more than this many typical deviations counts only in proportion."""
 _PRIOR_SHAPE = (0.5, 0.4, 0.1, 0.0)
 """Prior of the shares of a plain pass: fixed, rows, tokens, ragged. Optimistic on tokens: one draft corrects it."""
+_HOPE = 0.05
+"""Price of a token, as a share of a row's part of a plain pass, at which drafts are tried out."""
 _PRIOR_WEIGHT = 0.05
 """Weight of the prior, in steps."""
 
@@ -50,6 +52,11 @@ class PassCost:
         """Return the time of a step; ``ragged`` defaults to whether there are more tokens than rows."""
         extra = self.ragged if (tokens > rows if ragged is None else ragged) else 0.0
         return self.fixed * passes + self.row * rows + self.token * tokens + extra
+
+    def hopeful(self, rows: float) -> PassCost:
+        """Return a cost with the same plain pass of ``rows`` rows and tokens that are cheap: to try drafts out with."""
+        token = min(self.token / 2, _HOPE * self.plain(rows) / max(rows, 1.0))
+        return PassCost(self.fixed, self.row + self.token - token, token)
 
     def plain(self, rows: float) -> float:
         """Return the time of a pass that decodes one token in each of ``rows``."""

@@ -3,7 +3,8 @@
 The budget never drafts at a predicted loss, but a prediction can be wrong, and even looking for drafts costs time. The
 gate compares the measured tokens per second of passes with drafts with what the fitted cost says the same rows would
 have made without. It counts passes, not seconds, and has hysteresis: it closes below 0.97, opens after a probe
-above 1, and waits twice as long after each probe that fails.
+above 1, and waits twice as long after each probe that fails. A probe first drafts at a hopeful price, so that a fit
+that has the price too high sees passes that correct it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ GateState = Literal["probing", "open", "closed"]
 
 CLOSE_BELOW = 0.97
 """Measured gain below which an open gate closes: under 1 by more than the noise of the measurement."""
+LEARNING_PASSES = 8
+"""Passes with drafts at the begin of a probe that are not judged: the cost is learned from them."""
 PROBE_PASSES = 16
-"""Passes with drafts after which a probe with a clear result ends."""
+"""Judged passes with drafts after which a probe with a clear result ends."""
 LONGEST_PROBE = 48
-"""Passes with drafts after which any probe ends; it has then succeeded if it gained at all."""
+"""Judged passes with drafts after which any probe ends; it has then succeeded if it gained at all."""
 FIRST_WAIT, LONGEST_WAIT = 32, 2048
 """Passes between a closing and the next probe; doubled by each probe that fails."""
 IDLE_PASSES = 32
@@ -54,7 +57,8 @@ class DraftGate:
         self._reason = "always open" if mode == "always" else "on: trying drafts out"
         self._wait = FIRST_WAIT
         self._closed_for = 0
-        self._probed = 0
+        self._learning = LEARNING_PASSES if mode == "auto" else 0
+        self._probed = -self._learning
         self._idle = 0
         self._passes = 0
         self._with = self._without = 0.0
@@ -69,6 +73,11 @@ class DraftGate:
             predicted = "" if math.isnan(self.predicted) else f", predicted {self.predicted:.2f}"
             return f"on: measured gain {self.measured:.2f}{predicted}"
         return self._reason
+
+    @property
+    def learning(self) -> bool:
+        """Whether the coming drafts are there to learn the cost from, and may be longer than seems to pay."""
+        return self.state == "probing" and self._probed < 0
 
     @property
     def measured(self) -> float:
@@ -103,6 +112,9 @@ class DraftGate:
         """Hear how a step with drafts went and what a pass costs; other steps are ignored."""
         if not stats.drafted or not stats.rows:
             return
+        self._probed += 1
+        if self.state == "probing" and self._probed <= 0:
+            return
         keep = 1.0 - 1.0 / _MEMORY
         plain = cost.seconds(
             stats.rows, stats.tokens - stats.drafted, passes=stats.passes, ragged=stats.prefill_tokens > 0
@@ -111,7 +123,6 @@ class DraftGate:
         self._without = keep * self._without + plain * stats.emitted / stats.rows
         self._drafted = keep * self._drafted + stats.drafted
         self._accepted = keep * self._accepted + stats.accepted
-        self._probed += 1
         if self._mode != "always" and self.state != "closed":
             self._judge()
 
@@ -155,5 +166,5 @@ class DraftGate:
 
     def _probe(self) -> None:
         self.state, self._reason = "probing", "on: trying drafts out again"
-        self._probed = self._idle = 0
+        self._probed, self._idle = -self._learning, 0
         self._with = self._without = self._drafted = self._accepted = 0.0

@@ -92,6 +92,8 @@ class Drafting:
                 f"drafts for {len(rows)} rows have tokens of shape {tokens.shape} and lengths of "
                 f"{np.shape(drafts.lengths)}"
             )
+        if not tokens.shape[1]:  # a source that has nothing to say costs next to nothing
+            return Proposal(rows, np.zeros((len(rows), 0), np.int64), np.zeros(len(rows), np.int64))
         wanted = np.clip(drafts.lengths, 0, np.minimum(running.room, tokens.shape[1])).astype(np.int64)
         tokens = tokens[:, : int(wanted.max())].astype(np.int64)
         inside = np.arange(tokens.shape[1]) < wanted[:, None]

@@ -25,6 +25,7 @@ from actors.rollout.live_rows import LiveRows
 from actors.rollout.pack_shelf import PackShelf
 from actors.rollout.row_sources import PROMPT, SHARED, Candidates, IndexedRows, PreviousRows, grown
 from actors.rollout.table_rows import TableRows
+from storage.history.index.compiled import compiled
 
 Float64Array = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
@@ -182,17 +183,15 @@ class HistoryDrafts:
 
     def observe(self, handles: Int64Array, drafted: Int64Array, accepted: Int64Array) -> None:
         """As in the protocol."""
-        source = self._source[handles]
-        kinds = len(self._drafted)
-        self._drafted += np.bincount(source, drafted, kinds).astype(np.int64)
-        self._accepted += np.bincount(source, accepted, kinds).astype(np.int64)
+        _count(self._source, handles, drafted, accepted, self._drafted, self._accepted)
         self._drafts += len(handles)
-        exact = source < len(SOURCES)
-        if self._reuse is not None and not exact.all():
-            self._reuse.observe(handles[~exact], drafted[~exact], accepted[~exact])
-            handles, drafted, accepted = handles[exact], drafted[exact], accepted[exact]
+        if self._reuse is not None:
+            exact = self._source[handles] < len(SOURCES)
+            if not exact.all():
+                self._reuse.observe(handles[~exact], drafted[~exact], accepted[~exact])
+                handles, drafted, accepted = handles[exact], drafted[exact], accepted[exact]
         if len(handles):
-            self.calibration.learn(self._cells[handles], drafted, accepted)
+            self.calibration.learn(self._cells, handles, drafted, accepted)
             self._rule.observe(handles, drafted, accepted)
 
     def on_step(self, stats: StepStats) -> None:
@@ -256,17 +255,27 @@ class HistoryDrafts:
         self._previous_rows.offer(rows, limits, candidates)
         if self._live_rows is not None:
             self._live_rows.offer(rows, limits, candidates)
+        if self._gate.learning:
+            cost = cost.hopeful(count)
         budget = self._rule.choose(candidates, rows, self._weights(rows.handles), cost)
         self._gate.expect(budget.gain, int(budget.lengths.sum()))
         longest = int(budget.lengths.max(initial=0))
         if not longest:
             return none
-        chosen = (np.maximum(budget.source, 0), np.arange(count))
-        self._source[rows.handles] = budget.source
         if self._cells.shape[1] < longest:
             self._cells = np.pad(self._cells, ((0, 0), (0, longest - self._cells.shape[1])))
-        self._cells[rows.handles, :longest] = candidates.cells[chosen][:, :longest]
-        return Drafts(candidates.tokens[chosen][:, :longest], budget.lengths)
+        tokens = np.zeros((count, longest), np.int32)
+        _collect(
+            rows.handles,
+            budget.source,
+            budget.lengths,
+            candidates.tokens,
+            candidates.cells,
+            self._source,
+            self._cells,
+            tokens,
+        )
+        return Drafts(tokens, budget.lengths)
 
     def _anything(self) -> bool:
         sources = (self._prompt_rows, self._table_rows, self._previous_rows, self._shared_rows, self._live_rows)
@@ -275,7 +284,9 @@ class HistoryDrafts:
     def _weights(self, handles: Int64Array) -> Float64Array:
         """Rows of more than the mean priority, those that are expected to end the step, are worth up to twice."""
         priority = self._priority[handles]
-        mean = float(np.maximum(priority, 0.0).mean()) if len(priority) else 0.0
+        if not priority.any():
+            return np.ones(len(handles))
+        mean = float(np.maximum(priority, 0.0).mean())
         if mean <= 0.0:
             return np.ones(len(handles))
         weights: Float64Array = np.clip(priority / mean, 1.0, _MOST_WEIGHT)
@@ -292,6 +303,40 @@ class HistoryDrafts:
             self._source = grown(self._source, handle + 1, -1)
             self._priority = grown(self._priority, len(self._source), 0.0)
             self._cells = np.pad(self._cells, ((0, len(self._source) - len(self._cells)), (0, 0)))
+
+
+@compiled
+def _collect(
+    handles: Int64Array,
+    source: Int64Array,
+    lengths: Int64Array,
+    tokens: Int32Array,
+    cells: Int32Array,
+    sources: Int64Array,
+    kept_cells: Int32Array,
+    drafts: Int32Array,
+) -> None:
+    """Copy the chosen candidate of each row to ``drafts``; keep its source and cells under the row's handle."""
+    for row in range(len(handles)):
+        handle = handles[row]
+        sources[handle] = source[row]
+        for j in range(lengths[row]):
+            drafts[row, j] = tokens[source[row], row, j]
+            kept_cells[handle, j] = cells[source[row], row, j]
+
+
+@compiled
+def _count(
+    source: Int64Array,
+    handles: Int64Array,
+    drafted: Int64Array,
+    accepted: Int64Array,
+    drafted_by: Int64Array,
+    accepted_by: Int64Array,
+) -> None:
+    for i in range(len(handles)):
+        drafted_by[source[handles[i]]] += drafted[i]
+        accepted_by[source[handles[i]]] += accepted[i]
 
 
 def _rule(options: SpeculationOptions, calibration: Calibration) -> LengthRule:

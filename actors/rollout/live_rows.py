@@ -85,11 +85,11 @@ class LiveRows:
         """Read the new tokens of ``rows`` and write a candidate of at most ``limit`` (int64[rows]) tokens for each."""
         if not self._group:
             return
-        known = rows.handles < len(self._document)
-        at = np.where(known, rows.handles, 0)
-        document = np.where(known, self._document[at], -1)
-        self._index.extend_rows(document, rows.tokens, rows.handles, self._read[at], rows.length)
-        self._read[at[known]] = rows.length[known]
+        self._document = grown(self._document, len(rows.tokens), -1)
+        self._read = grown(self._read, len(self._document), 0)
+        document = self._document[rows.handles]
+        self._index.extend_rows(document, rows.tokens, rows.handles, self._read[rows.handles], rows.length)
+        self._read[rows.handles] = rows.length
         self._index.draft_rows(
             document,
             limit,

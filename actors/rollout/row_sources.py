@@ -78,7 +78,7 @@ class IndexedRows:
         self._kind = kind
         self._sets: dict[int, tuple[AutomatonSet, set[int]]] = {}
         self._set = np.full(8, -1, np.int64)
-        self._which = np.full(8, -1, np.int64)
+        self._which = np.zeros(8, np.int64)
         self._state = np.zeros(8, np.int32)
         self._matched = np.zeros(8, np.int32)
         self._read = np.zeros(8, np.int64)
@@ -88,8 +88,10 @@ class IndexedRows:
 
     def open(self, handle: int, automata: AutomatonSet, which: int, start: int) -> None:
         """Let a row follow automaton ``which``, from token ``start`` of its prompt on."""
-        for name, fill in (("_set", -1), ("_which", -1), ("_state", 0), ("_matched", 0), ("_read", 0)):
-            setattr(self, name, grown(getattr(self, name), handle + 1, fill))
+        if handle >= len(self._read):
+            self._set = grown(self._set, handle + 1, -1)
+            for name in ("_which", "_state", "_matched", "_read"):
+                setattr(self, name, grown(getattr(self, name), len(self._set), 0))
         self._sets.setdefault(id(automata), (automata, set()))[1].add(handle)
         self._set[handle], self._which[handle] = id(automata), which
         self._state[handle] = self._matched[handle] = 0
@@ -110,8 +112,8 @@ class IndexedRows:
         """Read the new tokens of ``rows`` and write a candidate of at most ``limit`` (int64[rows]) tokens for each."""
         if not self._sets:
             return
-        known = rows.handles < len(self._set)
-        owner = np.where(known, self._set[np.where(known, rows.handles, 0)], -1)
+        self._set = grown(self._set, len(rows.tokens), -1)
+        owner = self._set[rows.handles]
         outputs = candidates.of(self._kind)
         for number, (automata, _) in self._sets.items():
             at = np.flatnonzero(owner == number)
@@ -174,8 +176,8 @@ class PreviousRows:
         """As :meth:`IndexedRows.offer`."""
         if not self._answers:
             return
-        known = rows.handles < len(self._set)
-        owner = np.where(known, self._set[np.where(known, rows.handles, 0)], -1)
+        self._set = grown(self._set, len(rows.tokens), -1)
+        owner = self._set[rows.handles]
         for number, (answers, _) in self._answers.items():
             at = np.flatnonzero(owner == number)
             if len(at):

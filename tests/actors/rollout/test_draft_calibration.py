@@ -31,7 +31,7 @@ def test_estimates_converge_to_the_true_acceptance_of_each_cell() -> None:
     for _ in range(300):
         for fact, chance in truth.items():
             accepted = (rng.random(8) < chance).astype(np.int64)
-            calibration.learn(np.full((8, 1), cells[fact], np.int32), np.ones(8, np.int64), accepted)
+            calibration.learn(np.full((8, 1), cells[fact], np.int32), np.arange(8), np.ones(8, np.int64), accepted)
     for fact, chance in truth.items():
         assert scored(calibration, [fact[0]], [fact[1]], [fact[2]])[1, 0] == pytest.approx(chance, abs=0.04)
 
@@ -41,7 +41,7 @@ def test_positions_behind_the_first_rejection_are_not_counted() -> None:
     first, second, third = scored(calibration, [2, 12, 40], [1.0] * 3, [0.9] * 3)[0].astype(np.int32)
     before = calibration.export()
     cells = np.array([[first, second, third]], np.int32)
-    calibration.learn(cells, np.array([3]), np.array([1]))
+    calibration.learn(cells, np.array([0]), np.array([3]), np.array([1]))
     after = calibration.export()
     tried = (after["tried"] - before["tried"]).ravel()
     accepted = (after["accepted"] - before["accepted"]).ravel()
@@ -62,7 +62,7 @@ def test_a_thin_cell_leans_on_cells_of_the_same_match() -> None:
     seen = int(scored(calibration, [12], [3.0], [0.6])[0, 0])
     unseen_before = scored(calibration, [12], [20.0], [0.6])[1, 0]
     for _ in range(100):
-        calibration.learn(np.full((8, 1), seen, np.int32), np.ones(8, np.int64), np.zeros(8, np.int64))
+        calibration.learn(np.full((8, 1), seen, np.int32), np.arange(8), np.ones(8, np.int64), np.zeros(8, np.int64))
     unseen = scored(calibration, [12], [20.0], [0.6])[1, 0]
     elsewhere = scored(calibration, [40], [20.0], [0.6])[1, 0]
     assert unseen < 0.3 < unseen_before
@@ -75,7 +75,7 @@ def test_old_trials_are_forgotten() -> None:
     ones = np.ones(16, np.int64)
     for accepted in (0, 1):
         for _ in range(400):
-            calibration.learn(np.full((16, 1), cell, np.int32), ones, accepted * ones)
+            calibration.learn(np.full((16, 1), cell, np.int32), np.arange(16), ones, accepted * ones)
     assert scored(calibration, [12], [3.0], [0.6])[1, 0] > 0.95
 
 
@@ -83,7 +83,9 @@ def test_a_checkpoint_restores_the_estimates() -> None:
     calibration, other = Calibration(), Calibration()
     cell = int(scored(calibration, [12], [3.0], [0.6])[0, 0])
     for _ in range(64):
-        calibration.learn(np.full((16, 1), cell, np.int32), np.ones(16, np.int64), np.zeros(16, np.int64))
+        calibration.learn(
+            np.full((16, 1), cell, np.int32), np.arange(16), np.ones(16, np.int64), np.zeros(16, np.int64)
+        )
     other.load(calibration.export())
     assert np.array_equal(other.probability, calibration.probability)
     with pytest.raises(ValueError, match="shape"):

@@ -96,3 +96,10 @@ def test_coefficients_are_never_negative() -> None:
         fit.observe(step(10 + i % 20, seconds=0.05 / (10 + i % 20)))
     assert fit.cost is not None
     assert min(fit.cost.fixed, fit.cost.row, fit.cost.token, fit.cost.ragged) >= 0
+
+
+def test_a_hopeful_cost_makes_tokens_cheap_and_leaves_the_plain_pass() -> None:
+    hopeful = PassCost(fixed=1.0, row=0.1, token=0.5, ragged=3.0).hopeful(10)
+    assert hopeful.plain(10) == pytest.approx(1.0 + 1.0 + 5.0)
+    assert hopeful.token == pytest.approx(0.05 * 7.0 / 10)
+    assert hopeful.ragged == 0.0
