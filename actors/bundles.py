@@ -7,10 +7,10 @@ small model. An envelope in a queue is ``(header, [ref, ...])``: a bare referenc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from storage.records import Float32Array, GroupKey, Prompt, Sample, SampleHeader, WeightsManifest
+from storage.records import Assignment, Float32Array, GroupKey, Prompt, Sample, SampleHeader, WeightsManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,14 @@ class BundleHeader:
         worker: Who yields it.
         busy_s: Seconds this worker's engine has been busy since it started.
         version: Version that the worker's engine is on.
+        drafts: What the worker's draft source counts (see ``HistoryDrafts.metrics``); empty without one.
     """
 
     items: tuple[SampleHeader, ...]
     worker: str
     busy_s: float
     version: int
+    drafts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,41 @@ class RewardEnvelope:
 
     header: BundleHeader
     refs: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """Where the tokens lie that an interrupted sample goes on behind.
+
+    Attributes:
+        key: Its group; index: its position among its siblings.
+        position: Its position in the bundle.
+        refs: One reference to a :class:`Bundle`.
+    """
+
+    key: GroupKey
+    index: int
+    position: int
+    refs: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a rollout worker's ``generate``.
+
+    Attributes:
+        number: Names the call, so that some of its samples can be stopped.
+        assignments: What to write.
+        resumptions: Samples of theirs that begin with tokens written earlier.
+        packs: References to draft packs.
+        row_limit: Rows that the worker should decode at once while it works on this call; 0: as many as it can.
+    """
+
+    number: int
+    assignments: tuple[Assignment, ...]
+    resumptions: tuple[Resumption, ...] = ()
+    packs: tuple[Any, ...] = ()
+    row_limit: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from queue import Empty as LocalEmpty
 from queue import Queue as LocalQueue
 from typing import Any
+
+from actors.bundles import GroupEnvelope, gather
+from storage.records import Group
 
 GET_DEADLINE_S = 2.0
 
@@ -56,3 +60,16 @@ class QueueReader:
                 self._local.put(item)
         except BaseException as error:  # handed to the reader, who knows what the queue was for
             self._failure = error
+
+
+def fetch_groups(envelopes: Sequence[GroupEnvelope]) -> list[Group]:
+    """Fetch the bundles that some group envelopes point to, each once, and assemble the groups in key order."""
+    import ray
+
+    refs = list(dict.fromkeys(ref for envelope in envelopes for ref in envelope.refs))
+    fetched = dict(zip(refs, ray.get(refs), strict=True))
+    groups = []
+    for envelope in envelopes:
+        prompt, samples = gather([fetched[ref] for ref in envelope.refs], envelope.places)
+        groups.append(Group(key=envelope.key, prompt=prompt, samples=samples))
+    return sorted(groups, key=lambda group: group.key)

@@ -60,7 +60,7 @@ class Archiving:
         if self._roles.history is None:
             self._flow.forget(keys)
             return
-        groups = tuple(self._flow.group(key, len(headers[key])) for key in keys)
+        groups = tuple(self._flow.group(key, [h.index for h in headers[key]]) for key in keys)
         self._pending[split, step] = keys
         envelope = RecordEnvelope(split=split, step=step, groups=groups, advantages=advantages)
         self._sending = asyncio.create_task(self._roles.history_queue.put_async(envelope))

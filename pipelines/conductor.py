@@ -17,7 +17,7 @@ import ray
 
 from pipelines.config import Config
 from pipelines.faults import brief, user_error
-from pipelines.rounds import Interrupted
+from pipelines.interruption import Interrupted
 from pipelines.run_data import RunData
 from pipelines.session import Session
 from pipelines.status import RunStatus, StatusBoard

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from actors.drafts.options import SpeculationOptions
+from actors.learner.asynchrony_options import AsynchronyOptions
 from actors.learner.options import AlgorithmOptions, LearnerOptions
+from actors.length_predictor.options import LengthPredictorOptions
 from actors.reward.options import RewardOptions
 from actors.rollout.options import RolloutOptions
+from pipelines.scheduling.options import ScheduleOptions
 from storage.options import (
     CheckpointOptions,
     DataOptions,
@@ -46,22 +50,6 @@ class RunOptions(BaseModel):
     )
 
 
-class ScheduleOptions(BaseModel):
-    """Which prompts run together, and where."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    batching: Literal["all"] = Field("all", description="all: a step waits for every group that it launched.")
-
-
-class AsynchronyOptions(BaseModel):
-    """How generation and training overlap."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    pipeline: Literal["step"] = Field("step", description="step: generate, then train, then publish.")
-
-
 class ClusterOptions(BaseModel):
     """How Ray is reached or started."""
 
@@ -90,6 +78,12 @@ class Config(BaseModel):
     learner: LearnerOptions = Field(default_factory=LearnerOptions, description="How the policy is updated.")
     algorithm: AlgorithmOptions = Field(default_factory=AlgorithmOptions, description="Which objective is maximised.")
     schedule: ScheduleOptions = Field(default_factory=ScheduleOptions, description="Which prompts run together.")
+    length_predictor: LengthPredictorOptions = Field(
+        default_factory=LengthPredictorOptions, description="How the lengths of answers are predicted."
+    )
+    speculation: SpeculationOptions = Field(
+        default_factory=SpeculationOptions, description="Drafts from earlier answers."
+    )
     asynchrony: AsynchronyOptions = Field(default_factory=AsynchronyOptions, description="How roles overlap.")
     evaluation: EvaluationOptions = Field(default_factory=EvaluationOptions, description="Held-out evaluation.")
     checkpoint: CheckpointOptions = Field(default_factory=CheckpointOptions, description="What is saved.")
@@ -105,6 +99,13 @@ class Config(BaseModel):
     def samples_per_step(self) -> int:
         """Answers trained per optimiser step."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def predicts_lengths(self) -> bool:
+        """True when a schedule asks for predicted lengths."""
+        schedule = self.schedule
+        sorts = schedule.batching != "all" and schedule.long_rule != "off"
+        return sorts or schedule.dispatch == "skew_aware"
 
     @property
     def sequence_tokens(self) -> int:
@@ -160,6 +161,23 @@ def _conflicts(config: Config) -> list[str]:
             )
         elif not _SET_NAME.fullmatch(name):
             problems.append(f"evaluation.sets: the name {name!r} may hold letters, digits, - and _ only")
+    problems += config.schedule.conflicts(
+        workers=rollout.workers,
+        max_tokens=rollout.max_tokens,
+        max_staleness=config.asynchrony.max_staleness,
+        reward_timeout_s=config.reward.timeout_s,
+    )
+    speculation = config.speculation
+    if speculation.verify == "lenient" and speculation.source not in ("previous_epoch", "hybrid"):
+        problems.append(
+            f"speculation.verify=lenient reuses the previous epoch's answer: it needs speculation.source=previous_epoch "
+            f"or hybrid, not {speculation.source}"
+        )
+    if speculation.draft_length == "fixed" and speculation.draft_tokens > speculation.max_draft:
+        problems.append(
+            f"speculation.draft_tokens ({speculation.draft_tokens}) exceeds speculation.max_draft "
+            f"({speculation.max_draft}): raise that, or draft less"
+        )
     if config.data.system_prompt and config.model.chat_template is False:
         problems.append("data.system_prompt needs a chat template, but model.chat_template is false: drop one of them")
     return problems
@@ -186,6 +204,23 @@ def _doubts(config: Config) -> list[str]:
         doubts.append(
             "algorithm.kl.estimator=k1 inside the loss has an expected gradient of zero: it does not hold the policy "
             "near the reference; k3 or k2 do"
+        )
+    doubts += config.schedule.doubts(
+        prompts=config.data.prompts,
+        prompts_per_step=rollout.prompts_per_step,
+        max_staleness=config.asynchrony.max_staleness,
+    )
+    doubts += config.asynchrony.doubts()
+    if config.speculation.verify == "lenient":
+        doubts.append(
+            "speculation.verify=lenient biases the samples (SPEC-RL keeps tokens that the current policy would not have "
+            "drawn so often); watch speculation/bias_reward and speculation/bias_length, or use verify=exact"
+        )
+    epochs = config.planned_steps() * rollout.prompts_per_step / config.data.prompts
+    if config.speculation.source != "off" and epochs <= 1:
+        doubts.append(
+            f"speculation.source={config.speculation.source}: the run visits its {config.data.prompts} prompts at most "
+            "once, so there is no history to draft from; only siblings and a row's own text help"
         )
     if rollout.workers > rollout.prompts_per_step * rollout.samples_per_prompt:
         doubts.append(

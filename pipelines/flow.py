@@ -2,21 +2,24 @@
 
 Streaming generators submitted from here make the conductor the owner of what workers yield, so a sample survives the
 worker that wrote it. Headers are awaited, payloads never are. Each sample is a lease: it is issued again when its
-worker dies, and a result that arrives twice is dropped by its key.
+worker dies, a result that arrives twice is dropped by its key, and a sample that is interrupted keeps its tokens until
+it goes on, on whichever worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ray
 
-from actors.bundles import BundleHeader, GroupEnvelope, RewardEnvelope
+from actors.bundles import BundleHeader, Call, GroupEnvelope, Resumption, RewardEnvelope
 from actors.channels import GET_DEADLINE_S
+from actors.rollout.engine import SwapMode
+from pipelines.drafting import DraftRequests
 from pipelines.faults import brief, user_error
 from pipelines.roles import Role, Roles
 from storage.records import Assignment, GroupKey, SampleHeader
@@ -26,48 +29,101 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 MAX_FRUITLESS_RESTARTS = 4
 _WEIGHTS_DEADLINE_S = 300.0
+_INTERRUPT_DEADLINE_S = 60.0
 
 SampleId = tuple[GroupKey, int]
+Stage = Literal["generating", "partial", "scoring", "scored", "failed"]
 
 
 @dataclass(slots=True)
-class _Lease:
-    """One sample under way."""
+class Lease:
+    """One sample under way.
+
+    Attributes:
+        assignment: What it was last given out with.
+        worker: Rollout worker that it was last given to.
+        attempt: Deaths of workers that it survived.
+        stage: ``partial`` is interrupted: its tokens lie at ``ref``; none are there when ``ref`` is None.
+        call: Number of the call that writes it.
+        ref, position: Where its newest payload lies.
+        header: Describes that payload.
+        base: Tokens that it had when it was given out.
+        stays: Interruptions by a limit of its stay.
+        stopping: It was asked to stop.
+    """
 
     assignment: Assignment
     worker: int
     attempt: int
-    stage: Literal["generating", "scoring", "scored", "failed"] = "generating"
+    stage: Stage = "generating"
+    call: int = 0
     ref: Any = None
     position: int = 0
     header: SampleHeader | None = None
+    base: int = 0
+    stays: int = 0
+    stopping: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are known to be written."""
+        return self.header.tokens if self.header is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDone:
-    """A sample left the flow, scored; or it is given up after too many crashes, and ``header`` is None."""
+    """A sample left the flow, scored; or it is given up after too many crashes, and ``header`` is None.
+
+    With ``interrupted`` it used up its stay and waits to go on.
+    """
 
     key: GroupKey
     index: int
     header: SampleHeader | None
     error: str = ""
+    interrupted: bool = False
 
 
 class SampleFlow:
-    """The path of samples; one per run."""
+    """The path of samples; one per run.
 
-    def __init__(self, roles: Roles) -> None:
+    Attributes:
+        events: What happened to samples, in order.
+        busy_s: Seconds that the engine of each worker has been busy, by name.
+        draft_metrics: What each worker's draft source counts, by name.
+        generated: Tokens written since the start; dropped: those of them that will never be trained.
+        crashes: Workers that died.
+        failure: What broke the flow.
+        on_written: Called with (worker, key) whenever a sample has left its rollout worker.
+        versions: Version that each rollout worker has acknowledged, by number.
+        on_version: Called whenever one has acknowledged.
+    """
+
+    def __init__(self, roles: Roles, drafts: DraftRequests) -> None:
         """Use the actors of ``roles``; call :meth:`start` inside the event loop."""
         self._roles = roles
-        self._leases: dict[SampleId, _Lease] = {}
+        self._drafts = drafts
+        self._leases: dict[SampleId, Lease] = {}
+        self._indices: dict[GroupKey, set[int]] = {}
+        self._cut: set[SampleId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarting: dict[str, asyncio.Lock] = {}
+        self._stopped = asyncio.Condition()
+        self._calls = 0
         self._closed = False
         self.events: asyncio.Queue[SampleDone] = asyncio.Queue()
         self.busy_s: dict[str, float] = {}
+        self.draft_metrics: dict[str, Mapping[str, float]] = {}
+        self.generated = 0
+        self.dropped = 0
         self.crashes = 0
         self._fruitless: dict[str, int] = {}
         self.failure: BaseException | None = None
+        self.on_written: Callable[[int, GroupKey], None] = lambda _worker, _key: None
+        self.versions: dict[int, int] = {}
+        self.on_version: Callable[[], None] = lambda: None
+        self.last_pause_s = 0.0
+        self._updating: set[int] = set()
 
     def start(self) -> None:
         """Begin to read scored samples."""
@@ -80,14 +136,37 @@ class SampleFlow:
         for task in self._tasks:
             task.cancel()
 
-    def dispatch(self, worker: int, assignments: Sequence[Assignment]) -> None:
-        """Have a rollout worker write the assigned samples; results arrive on ``events``."""
+    def dispatch(self, worker: int, assignments: Sequence[Assignment], *, row_limit: int = 0) -> None:
+        """Have a rollout worker write the assigned samples; results arrive on ``events``.
+
+        Samples that were interrupted go on behind their tokens.
+        """
+        self._calls += 1
+        resumptions: list[Resumption] = []
         for assignment in assignments:
             for index in assignment.samples:
-                self._leases[assignment.key, index] = _Lease(assignment, worker, assignment.attempt)
-        self._spawn(self._generate(worker, tuple(assignments)))
+                lease = Lease(assignment, worker, assignment.attempt, call=self._calls)
+                known = self._leases.get((assignment.key, index))
+                if known is not None:
+                    lease.stays = known.stays
+                    if known.ref is not None and known.header is not None:
+                        lease.ref, lease.position, lease.header = known.ref, known.position, known.header
+                        lease.base = known.header.tokens
+                        resumptions.append(
+                            Resumption(key=assignment.key, index=index, position=known.position, refs=[known.ref])
+                        )
+                self._leases[assignment.key, index] = lease
+                self._indices.setdefault(assignment.key, set()).add(index)
+        call = Call(
+            number=self._calls,
+            assignments=tuple(assignments),
+            resumptions=tuple(resumptions),
+            packs=tuple(self._drafts.packs(assignments)),
+            row_limit=row_limit,
+        )
+        self._spawn(self._generate(worker, call))
 
-    def outstanding(self, stage: Literal["generating", "scoring"]) -> int:
+    def outstanding(self, stage: Stage) -> int:
         """Number of samples in a stage."""
         return sum(lease.stage == stage for lease in self._leases.values())
 
@@ -95,44 +174,106 @@ class SampleFlow:
         """Rollout workers that still have samples to write."""
         return {lease.worker for lease in self._leases.values() if lease.stage == "generating"}
 
-    def group(self, key: GroupKey, size: int) -> GroupEnvelope:
-        """Return where the samples of a complete group lie; raises ``KeyError`` when one is missing."""
-        leases = [self._leases[key, index] for index in range(size)]
+    def leases(self, key: GroupKey) -> dict[int, Lease]:
+        """The samples of a group that were ever given out, by index, ascending."""
+        return {index: self._leases[key, index] for index in sorted(self._indices.get(key, ()))}
+
+    def group(self, key: GroupKey, indices: Iterable[int]) -> GroupEnvelope:
+        """Return where some siblings of a group lie; raises ``KeyError`` when one is missing."""
+        leases = [self._leases[key, index] for index in indices]
         refs = list(dict.fromkeys(lease.ref for lease in leases))
         places = tuple((refs.index(lease.ref), lease.position) for lease in leases)
         return GroupEnvelope(key=key, places=places, refs=refs)
 
-    def headers(self, key: GroupKey, size: int) -> list[SampleHeader]:
-        """Headers of the scored samples of a group, in index order; given-up samples are left out."""
-        leases = [self._leases[key, index] for index in range(size)]
+    def headers(self, key: GroupKey) -> list[SampleHeader]:
+        """Headers of the scored samples of a group, in index order."""
+        leases = self.leases(key).values()
         return [lease.header for lease in leases if lease.header is not None and lease.stage == "scored"]
 
-    def forget(self, keys: Sequence[GroupKey]) -> None:
+    def forget(self, keys: Collection[GroupKey]) -> None:
         """Drop all leases and references of some groups; whatever still arrives for them is ignored."""
-        doomed = set(keys)
-        for identity in [i for i in self._leases if i[0] in doomed]:
-            del self._leases[identity]
+        for key in keys:
+            for index in self._indices.pop(key, ()):
+                del self._leases[key, index]
 
-    async def publish(self) -> list[dict[str, float]]:
+    def drop(self, keys: Collection[GroupKey]) -> None:
+        """Forget groups whose tokens will not be trained, and count those as dropped."""
+        for key in keys:
+            self.dropped += sum(lease.tokens for lease in self.leases(key).values())
+        self.forget(keys)
+
+    def cut(self, key: GroupKey, keep: Collection[int]) -> None:
+        """Stop the samples of a group that are not in ``keep``: it has all that it needs. Waits for nothing."""
+        doomed = {index: lease for index, lease in self.leases(key).items() if index not in keep}
+        stopping: dict[int, dict[int, list[SampleId]]] = {}
+        for index, lease in doomed.items():
+            if lease.stage == "generating":
+                self._cut.add((key, index))
+                stopping.setdefault(lease.worker, {}).setdefault(lease.call, []).append((key, index))
+            self.dropped += lease.tokens
+            self._indices[key].discard(index)
+            del self._leases[key, index]
+        for worker, calls in stopping.items():
+            self._spawn(self._quietly_stop(worker, calls))
+
+    async def interrupt(self, keys: Collection[GroupKey]) -> None:
+        """Stop what is being written of some groups, and return when their tokens are here.
+
+        A worker that does not hand them over in time loses them, nobody else: such samples begin anew.
+        """
+        wanted: dict[int, dict[int, list[SampleId]]] = {}
+        for key in keys:
+            for index, lease in self.leases(key).items():
+                if lease.stage == "generating":
+                    lease.stopping = True
+                    wanted.setdefault(lease.worker, {}).setdefault(lease.call, []).append((key, index))
+        if not wanted:
+            return
+        await asyncio.gather(*(self._quietly_stop(worker, calls) for worker, calls in wanted.items()))
+        stopped = [identity for calls in wanted.values() for ids in calls.values() for identity in ids]
+        try:
+            async with asyncio.timeout(_INTERRUPT_DEADLINE_S), self._stopped:
+                await self._stopped.wait_for(lambda: not any(self._stage(*i) == "generating" for i in stopped))
+        except TimeoutError:
+            late = [identity for identity in stopped if self._stage(*identity) == "generating"]
+            log.warning("%d interrupted samples were not handed over in time: they begin anew", len(late))
+            for identity in late:
+                self._leases[identity].stage = "partial"
+
+    async def publish(self, mode: SwapMode = "reprefill") -> list[dict[str, float]]:
         """Give all rollout workers the published weights and wait for their acknowledgements.
 
         A worker that fails or misses the deadline is replaced; its successor starts from the same snapshot.
         """
+        return list(await asyncio.gather(*(self._bring_up(i, mode) for i in range(len(self._roles.rollout)))))
 
-        async def one(index: int) -> dict[str, float]:
-            role = self._roles.rollout[index]
-            try:
-                return await self._set_weights(role)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                await self._replace_rollout(index, role, error)
-                return {}
-
-        return list(await asyncio.gather(*(one(i) for i in range(len(self._roles.rollout)))))
+    def announce(self, mode: SwapMode) -> None:
+        """Give all rollout workers the published weights without waiting; a slow one skips to the newest."""
+        for index in range(len(self._roles.rollout)):
+            if index not in self._updating:
+                self._updating.add(index)
+                self._spawn(self._catch_up(index, mode))
 
     async def abort(self) -> None:
         """Ask all rollout workers to stop what they write."""
         calls = [role.actor.abort.remote() for role in self._roles.rollout]
         await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _catch_up(self, index: int, mode: SwapMode) -> None:
+        try:
+            while self._roles.published and self.versions.get(index, -1) < self._roles.published.manifest.version:
+                acknowledged = await self._bring_up(index, mode)
+                self.last_pause_s = acknowledged.get("pause_s", 0.0)
+        finally:
+            self._updating.discard(index)
+
+    async def _bring_up(self, index: int, mode: SwapMode) -> dict[str, float]:
+        role = self._roles.rollout[index]
+        try:
+            return await self._set_weights(index, role, mode)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            await self._replace_rollout(index, role, error)
+            return {}
 
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
@@ -145,32 +286,57 @@ class SampleFlow:
             self.failure = error  # the conductor's loop raises it
             self.events.put_nowait(SampleDone(GroupKey("", 0, 0), -1, None, "the flow failed"))
 
-    async def _generate(self, worker: int, assignments: tuple[Assignment, ...]) -> None:
+    async def _generate(self, worker: int, call: Call) -> None:
         role = self._roles.rollout[worker]
         try:
-            stream = role.actor.generate.options(num_returns="streaming", name=f"generate[{role.name}]").remote(
-                list(assignments)
-            )
+            stream = role.actor.generate.options(num_returns="streaming", name=f"generate[{role.name}]").remote(call)
             async for header, ref in pairs(stream):
                 self.busy_s[header.worker] = header.busy_s
+                if header.drafts:
+                    self.draft_metrics[header.worker] = header.drafts
                 self._fruitless.pop(f"rollout-{worker}", None)
-                await self._to_reward(header, ref)
+                await self._written(worker, call.number, header, ref)
         except ray.exceptions.RayError as error:
             if self._closed:
                 return
             await self._replace_rollout(worker, role, error)
-            self._issue_again(worker, assignments, error)
+            await self._issue_again(worker, call, error)
 
-    async def _to_reward(self, header: BundleHeader, ref: Any) -> None:
-        fresh = False
+    async def _written(self, worker: int, call: int, header: BundleHeader, ref: Any) -> None:
+        """Take what a rollout worker hands over: complete samples go on to be scored, the others wait."""
+        complete: list[SampleHeader] = []
         for position, item in enumerate(header.items):
-            lease = self._leases.get((item.key, item.index))
-            if lease is not None and lease.stage == "generating":
-                lease.stage, lease.ref, lease.position = "scoring", ref, position
-                lease.header = item
-                fresh = True
-        if fresh:
-            await self._roles.reward_queue.put_async(RewardEnvelope(header=header, refs=[ref]))
+            identity = (item.key, item.index)
+            lease = self._leases.get(identity)
+            if lease is None or lease.stage != "generating" or lease.call != call:
+                if identity in self._cut:
+                    self._cut.discard(identity)
+                    self.generated += item.tokens
+                    self.dropped += item.tokens
+                continue
+            self.generated += item.tokens - lease.base
+            lease.ref, lease.position, lease.header = ref, position, item
+            if item.finish_reason == "abort":
+                lease.stage = "partial"
+                if not lease.stopping:
+                    lease.stays += 1
+                    self.events.put_nowait(SampleDone(item.key, item.index, item, interrupted=True))
+            else:
+                lease.stage = "scoring"
+                complete.append(item)
+            self.on_written(worker, item.key)
+        async with self._stopped:
+            self._stopped.notify_all()
+        if complete:
+            envelope = RewardEnvelope(header=replace(header, items=tuple(complete)), refs=[ref])
+            await self._roles.reward_queue.put_async(envelope)
+
+    async def _quietly_stop(self, worker: int, calls: Mapping[int, Sequence[SampleId]]) -> None:
+        """Tell a worker to stop some samples; when it is dead, that is noticed elsewhere."""
+        try:
+            await self._roles.rollout[worker].actor.stop.remote({number: list(ids) for number, ids in calls.items()})
+        except ray.exceptions.RayError as error:
+            log.debug("while stopping samples: %s", error)
 
     async def _read_reward(self, index: int) -> None:
         while True:
@@ -208,10 +374,19 @@ class SampleFlow:
             header = BundleHeader(items=tuple(items), worker="", busy_s=0.0, version=-1)
             await self._roles.reward_queue.put_async(RewardEnvelope(header=header, refs=[ref]))
 
-    def _issue_again(self, worker: int, assignments: Sequence[Assignment], error: BaseException) -> None:
+    async def _issue_again(self, worker: int, call: Call, error: BaseException) -> None:
+        """Give out again what a dead worker had not handed over; what was to be stopped there keeps its old tokens."""
         again: list[Assignment] = []
-        for assignment in assignments:
-            missing = [i for i in assignment.samples if self._stage(assignment.key, i) == "generating"]
+        for assignment in call.assignments:
+            missing = []
+            for index in assignment.samples:
+                lease = self._leases.get((assignment.key, index))
+                if lease is None or lease.stage != "generating" or lease.call != call.number:
+                    continue
+                if lease.stopping:
+                    lease.stage = "partial"
+                else:
+                    missing.append(index)
             if not missing:
                 continue
             if assignment.attempt + 1 < MAX_ATTEMPTS:
@@ -220,9 +395,11 @@ class SampleFlow:
             for index in missing:
                 self._leases[assignment.key, index].stage = "failed"
                 self.events.put_nowait(SampleDone(assignment.key, index, None, brief(error)))
+        async with self._stopped:
+            self._stopped.notify_all()
         if again:
             log.warning("issuing %d groups again on %s", len(again), self._roles.rollout[worker].name)
-            self.dispatch(worker, again)
+            self.dispatch(worker, again, row_limit=call.row_limit)
 
     def _stage(self, key: GroupKey, index: int) -> str:
         lease = self._leases.get((key, index))
@@ -240,7 +417,7 @@ class SampleFlow:
                 if self._roles.published is None:
                     return
                 try:
-                    await self._set_weights(dead)
+                    await self._set_weights(index, dead, "reprefill")
                     return
                 except (ray.exceptions.RayError, TimeoutError) as again:
                     error = again  # the successor died as well: the count decides when to give up
@@ -259,11 +436,13 @@ class SampleFlow:
             ) from error
         log.warning("%s died (%s); starting another one", role.name, brief(error))
 
-    async def _set_weights(self, role: Role) -> dict[str, float]:
+    async def _set_weights(self, index: int, role: Role, mode: SwapMode) -> dict[str, float]:
         published = self._roles.published
         assert published is not None
-        call = role.actor.set_weights.remote(published.manifest, [published.ref])
+        call = role.actor.set_weights.remote(published.manifest, [published.ref], mode)
         acknowledged: dict[str, float] = await asyncio.wait_for(call, _WEIGHTS_DEADLINE_S)
+        self.versions[index] = published.manifest.version
+        self.on_version()
         return acknowledged
 
 

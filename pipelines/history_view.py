@@ -131,7 +131,9 @@ def verify(run: Path, console: Console) -> bool:
     if problems:
         console.print(Text(f"{len(problems)} problem{'s' * (len(problems) != 1)} in {RunDirectory(run).history}"))
         return False
-    console.print(Text(f"{answers} answers in the log and {files} sealed file{'s' * (files != 1)}: checksums and rows are sound"))
+    console.print(
+        Text(f"{answers} answers in the log and {files} sealed file{'s' * (files != 1)}: checksums and rows are sound")
+    )
     return True
 
 

@@ -78,6 +78,23 @@ METRICS: Mapping[str, Metric] = {
     "rollout/acceptance": Metric("Draft tokens accepted of those verified", "share", "above 0.5 with speculation on"),
     "rollout/tokens_per_pass": Metric("Tokens emitted per forward pass and answer", "tokens", "1 without speculation"),
     "rollout/busy_share": Metric("Engine time of the busiest worker over the step", "share", "above 0.5"),
+    # Drafts from history
+    "speculation/drafted/<source>": Metric("Draft tokens verified in the step, by where they came from", "tokens"),
+    "speculation/accepted/<source>": Metric("Draft tokens accepted in the step, by where they came from", "tokens"),
+    "speculation/gate_open": Metric(
+        "Share of workers whose drafts are switched on", "share", "1 from the second epoch"
+    ),
+    "speculation/predicted_gain": Metric("Speed of decoding that the drafts promise over plain", "", "above 1"),
+    "speculation/measured_gain": Metric("Speed of decoding with drafts over plain, measured", "", "above 1"),
+    "speculation/cost_fixed_ms": Metric("Fitted time of a forward pass without rows", "ms"),
+    "speculation/cost_row_ms": Metric("Fitted time that each row adds to a pass", "ms"),
+    "speculation/cost_token_ms": Metric("Fitted time that each token adds to a pass", "ms"),
+    "speculation/index_mb": Metric("Draft packs that rollout workers hold", "MB", "below speculation.index_mb"),
+    "speculation/live_index_mb": Metric("Indexes of running siblings", "MB"),
+    "speculation/reused_share": Metric("Answers that leniently kept part of the previous one", "share"),
+    "speculation/reused_tokens_share": Metric("Leniently kept tokens among all of the step", "share"),
+    "speculation/bias_reward": Metric("Mean reward of reused answers less that of fresh ones, by prompt", "", "near 0"),
+    "speculation/bias_length": Metric("Mean length of reused answers less that of fresh ones", "tokens", "near 0"),
     # Time
     "time/step_s": Metric("Wall-clock time of the whole step", "s"),
     "time/generate_s": Metric("Engine time of the busiest rollout worker", "s", "most of the step"),
@@ -92,10 +109,18 @@ METRICS: Mapping[str, Metric] = {
     # What the work was worth
     "goodput/tokens_per_s": Metric("Generated tokens that were trained on, per second of the whole step", "tokens/s"),
     "goodput/samples_per_s": Metric("Answers that were trained on, per second of the whole step", "answers/s"),
-    "waste/tokens": Metric("Generated tokens that no optimiser step used", "tokens"),
-    "waste/share": Metric("Share of the step's generated tokens that no optimiser step used", "share", "below 0.1"),
+    "waste/tokens": Metric("Generated tokens given up in the step: no optimiser step will use them", "tokens"),
+    "waste/share": Metric("Those over the tokens generated in the step", "share", "below 0.1"),
     "staleness/mean": Metric("Versions between an answer's oldest token and the step that trains on it", "versions"),
     "staleness/max": Metric("Largest of those", "versions", "at most asynchrony.max_staleness"),
+    # Schedule
+    "schedule/long_round": Metric("1 when the step ran a long round, without a race"),
+    "schedule/waiting": Metric("Groups that wait when the step ends: deferred, or drawn and not launched", "groups"),
+    "predictor/fallbacks": Metric(
+        "Times that the length predictor did not answer and the history mean decided", "", "0"
+    ),
+    "predictor/dropped": Metric("Observations dropped because the predictor was away for too long", "", "0"),
+    "predictor/restores": Metric("Times that a new replica of the predictor was told what the old one knew", "", "0"),
     # Bookkeeping of groups
     "ledger/launched": Metric("Groups issued since the start", "groups", "sum of the states below"),
     "ledger/queued": Metric("Groups waiting for a worker", "groups"),
@@ -144,15 +169,11 @@ METRICS: Mapping[str, Metric] = {
     "learner/behaviour_weight_mean": Metric("Mean truncated behaviour weight, with a proximal anchor", "", "near 1"),
     "learner/behaviour_weight_capped": Metric("Trained tokens whose behaviour weight is capped", "share", "below 0.05"),
     "learner/prefix_share": Metric("Scored tokens without a gradient: an older version wrote them", "share"),
-    "learner/prefix_weight_mean": Metric(
-        "Mean truncated weight of prefixes, grad_tokens=current_only", "", "near 1"
-    ),
+    "learner/prefix_weight_mean": Metric("Mean truncated weight of prefixes, grad_tokens=current_only", "", "near 1"),
     "learner/prefix_weight_capped": Metric("Prefixes whose weight is capped", "share", "below 0.2"),
     "learner/sequence_masked": Metric("Answers that the sequence mask left out", "share", "below 0.1"),
     "learner/ess": Metric("Effective sample size of the answers' weights over their number", "share", "above 0.5"),
-    "learner/ess_tokens": Metric(
-        "Effective sample size of token weights over their number", "share", "above 0.5"
-    ),
+    "learner/ess_tokens": Metric("Effective sample size of token weights over their number", "share", "above 0.5"),
     "learner/guard_skipped": Metric("1 when the drift guard left the batch out", "", "0"),
     "learner/guard_clipped": Metric("1 when the drift guard capped weights lower", "", "0"),
     "learner/guard_cap": Metric("The cap that it set, when it did"),

@@ -55,7 +55,7 @@ def serve_predictor(
     console = console or Console()
     if not 1 <= port <= 65_535:
         raise UserError(f"--port {port}: choose one from 1 to 65535")
-    known = _initial_state(options, state, history, console)
+    known = initial_state(options, state, history, console)
     # Imported late, so that bad input is refused before Serve loads.
     from actors.length_predictor import serve_app
     from pipelines.cluster import local_or_joined_ray
@@ -124,7 +124,11 @@ def observations_of(run: Path) -> Iterator[list[Observation]]:
         ]
 
 
-def _initial_state(options: LengthPredictorOptions, state: Path | None, history: str | None, console: Console) -> bytes:
+def initial_state(options: LengthPredictorOptions, state: Path | None, history: str | None, console: Console) -> bytes:
+    """Return what the predictor starts with: the state file if there is one, else what a run teaches, else nothing.
+
+    Raises ``UserError`` as :func:`serve_predictor` does.
+    """
     predictor = LengthPredictor(options)
     if state is not None and not state.absolute().parent.is_dir():
         raise UserError(f"--state {state}: the folder does not exist")

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.queue import Queue
 
-from actors.history import worker as history_worker
+from actors.drafts import worker as drafts_worker
 from actors.learner import worker as learner_worker
 from actors.reward import worker as reward_worker
 from actors.rollout import worker as rollout_worker
@@ -59,14 +59,23 @@ class Roles:
     history_queue: Any = None
     published: Published | None = None
 
-    def start(self, *, version: int, learner_directory: str | None, with_learner: bool, history: str | None) -> None:
+    def start(
+        self,
+        *,
+        version: int,
+        learner_directory: str | None,
+        with_learner: bool,
+        archive: str | None,
+        history: str | None,
+    ) -> None:
         """Create queues and actors; returns at once, the actors load in parallel.
 
         Args:
             version: Version of the weights at ``data.model_path``.
             learner_directory: Component folder of a checkpoint, or None for a fresh optimiser.
             with_learner: False for a run that only evaluates.
-            history: Folder of the Parquet archive, or None to keep no rollouts.
+            archive: Folder of the Parquet archive, or None to keep no rollouts.
+            history: Folder of the history store that drafts come from, or None to keep none.
         """
         size = self.config.cluster.queue_groups
         self.reward_queue = self._queue("reward-queue", size)
@@ -75,9 +84,9 @@ class Roles:
         if with_learner:
             self.learner_queue = self._queue("learner-queue", size)
             self.learner = self._learner(learner_directory)
-        if history is not None:
+        if archive is not None or history is not None:
             self.history_queue = self._queue("history-queue", 16)
-            self.history = self._history(history)
+            self.history = self._history(archive, history)
 
     def replace_rollout(self, index: int) -> Role:
         """Create a successor of a dead rollout worker; the caller gives it the published weights."""
@@ -140,6 +149,7 @@ class Roles:
             max_length=self.data.max_length,
             threads=threads,
             version=version,
+            speculation=self.config.speculation,
         )
         return Role(name, actor, incarnation)
 
@@ -167,18 +177,21 @@ class Roles:
             seed=self.config.run.seed,
             total_steps=self.data.total_steps,
             resume_directory=resume_directory,
+            asynchrony=self.config.asynchrony,
         )
         return Role("learner", actor)
 
-    def _history(self, directory: str) -> Role:
+    def _history(self, archive: str | None, history: str | None) -> Role:
         actor = self._spawn(
-            history_worker,
-            history_worker.HistoryWorker,
+            drafts_worker,
+            drafts_worker.DraftRetrievalWorker,
             "history",
             {"num_cpus": 0},
-            directory,
+            archive,
+            history,
             self.data.tokenizer_fingerprint,
             self.data.sampling_by_split(self.config),
+            self.config.speculation,
         )
         return Role("history", actor)
 

@@ -15,22 +15,29 @@ from actors.bundles import LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelo
 from pipelines.archiving import Archiving
 from pipelines.cluster import shortage
 from pipelines.config import Config
+from pipelines.drafting import DraftRequests
 from pipelines.evaluation import evaluate
 from pipelines.faults import user_error
 from pipelines.flow import SampleFlow, pairs, run_stream
+from pipelines.generation import make_runner, swap_mode
+from pipelines.interruption import Interrupted, unless_stopped
+from pipelines.length_forecasts import save_predictor, start_predictor, stop_predictor
 from pipelines.monitoring import MonitorGroup, open_monitors
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.roles import Published, Roles
-from pipelines.rounds import Interrupted, RoundResult, RoundRunner, unless_stopped
+from pipelines.round_books import RoundResult
+from pipelines.rounds import RoundRunner
 from pipelines.run_data import SAMPLED_SUFFIX, RunData
-from pipelines.scheduling.all_at_once import AllAtOnce
+from pipelines.speculation_metrics import bias_metrics, speculation_metrics
 from pipelines.status import State, StatusBoard
 from pipelines.step_metrics import StepClock, is_correct, step_metrics
+from pipelines.streaming import StreamRunner
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
 from storage.history.archive import RolloutArchive
+from storage.history.store import HistoryStore
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
 from storage.records import TRAIN_SPLIT
@@ -98,6 +105,9 @@ class Session:
             metrics_offset = saved["metrics_offset"]
             self.evaluations.update(saved["evaluations"])
             RolloutArchive(self._directory.rollouts, data.tokenizer_fingerprint).truncate_after(self.step)
+            if self._directory.history.exists():
+                with HistoryStore(self._directory.history, data.tokenizer_fingerprint) as history:
+                    history.truncate_to(self.step)
         self._monitors: MonitorGroup = open_monitors(
             config.tracking,
             self._directory.path,
@@ -119,11 +129,9 @@ class Session:
         )
         self._metrics = RunMetrics()
         self._roles = Roles(config, data, namespace)
-        self._flow = SampleFlow(self._roles)
-        policy = AllAtOnce(
-            dynamic_sampling=config.algorithm.filters_zero_variance, max_refills=config.algorithm.max_refills
-        )
-        self._runner = RoundRunner(config, data, self._flow, self._source, self._ledger, policy, self._stop)
+        self._drafts = DraftRequests(self._roles)
+        self._flow = SampleFlow(self._roles, self._drafts)
+        self._runner: RoundRunner | None = None
         self._watchdog = Watchdog(self._roles, self._flow, self.board, config)
         self._learner_events: Any = None
         self._archiving = Archiving(self._roles, self._flow, self.board)
@@ -136,20 +144,39 @@ class Session:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
         config = self._config
         archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" else None
+        history = str(self._directory.history) if self._train and config.speculation.source != "off" else None
         learner_directory = str(self._resume.component(LEARNER_COMPONENT)) if self._resume is not None else None
         version = self._resume.meta["version"] if self._resume is not None else 0
         self._roles.start(
-            version=version, learner_directory=learner_directory, with_learner=self._train, history=archive
+            version=version,
+            learner_directory=learner_directory,
+            with_learner=self._train,
+            archive=archive,
+            history=history,
         )
         self._flow.start()
         self._archiving.start()
+        predictor = None
+        if self._train and config.predicts_lengths:
+            predictor = await self._started("length predictor", start_predictor(config, self._resume))
+        resumed = self._resume.meta["rounds"] if self._resume is not None else None
+        self._runner = make_runner(
+            config, self._data, self._flow, self._source, self._ledger, predictor, self._stop, resumed
+        )
         if self._roles.learner is not None:
             self._learner_events = pairs(run_stream(self._roles.learner, self._roles.learner_queue))
             header, ref = await self._started("learner", anext(self._learner_events))
             self._roles.published = Published(header.manifest, ref)
             await self._started("rollout workers", self._flow.publish())
+        if isinstance(self._runner, StreamRunner):
+            self._runner.start(self._published_version)
         await self._started("all roles", self._roles.answer())
         self._spawn(self._watchdog.run())
+
+    @property
+    def _rounds(self) -> RoundRunner:
+        assert self._runner is not None  # made at the start
+        return self._runner
 
     async def _started(self, who: str, awaitable: Awaitable[T]) -> T:
         """Await the start of some roles; raises ``UserError`` at the deadline and says what the cluster lacks."""
@@ -170,24 +197,26 @@ class Session:
         is saved: a failure in a reward function costs no trained step.
         """
         config = self._config
-        self._safe_point = self._state()
+        self._safe_point = await self._state()
         try:
             if config.evaluation.before and "before" not in self.evaluations:
                 self.evaluations["before"] = await self._evaluate()
             self._step_began = time.perf_counter()
-            while self.step < self._data.total_steps and self._source.remaining != 0:
-                self._safe_point = self._state()
+            if isinstance(self._runner, StreamRunner):
+                self._runner.open()
+            while self.step < self._data.total_steps and not self._rounds.exhausted:
+                self._safe_point = await self._state()
                 await self._one_step()
-                self._safe_point = self._state()
+                self._safe_point = await self._state()
                 every = config.evaluation.every
-                last = self.step >= self._data.total_steps or self._source.remaining == 0
+                last = self.step >= self._data.total_steps or self._rounds.exhausted
                 if every and self.step % every == 0 and not (last and config.evaluation.after):
                     await self._evaluate()
                 if config.checkpoint.every and self.step % config.checkpoint.every == 0 and not last:
-                    await self._save(self._state())
+                    await self._save(await self._state())
             if config.evaluation.after:
                 self.evaluations["after"] = await self._evaluate()
-            await self._save(self._state())
+            await self._save(await self._state())
             return "finished"
         except Interrupted:
             assert self._safe_point is not None  # stops are heard only where it is safe
@@ -208,6 +237,8 @@ class Session:
 
     def observe(self) -> None:
         """Refresh progress, queue depths and gauges."""
+        if self._runner is None:
+            return
         progress = self._runner.progress
         self.board.progress(progress.done, progress.launched)
         lasted = time.time() - progress.started
@@ -222,6 +253,9 @@ class Session:
     async def close(self) -> None:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved."""
         self._flow.close()
+        if self._runner is not None:
+            await self._runner.close()
+            await stop_predictor(self._runner.forecasts)
         await self._archiving.drain()
         self._archiving.close()
         for task in self._background:
@@ -241,11 +275,11 @@ class Session:
     async def _one_step(self) -> None:
         self._enter("generating")
         self.board.start_step()
-        busy_before = dict(self._flow.busy_s)
-        version = self._roles.published.manifest.version if self._roles.published else 0
+        busy_before, drafts_before = dict(self._flow.busy_s), dict(self._flow.draft_metrics)
+        version = self._published_version
         self.board.wait("generate", "rollout workers")  # the watchdog looks after each of them
         try:
-            result = await self._runner.train(self.step)
+            result = await self._rounds.train(self.step, version)
         except (Interrupted, UserError):
             await self._flow.abort()
             raise
@@ -253,17 +287,17 @@ class Session:
             self.board.arrived("generate")
         generate = max((b - busy_before.get(w, 0.0) for w, b in self._flow.busy_s.items()), default=0.0)
         self._safe_point = None
+        self._drafts.prefetch(self._source.upcoming(self._config.rollout.prompts_per_step))
         header, ref = await self._learn(result)
         published_at = time.perf_counter()
         pause = 0.0
         if header.manifest is not None:
             self._enter("publishing")
             self._roles.published = Published(header.manifest, ref)
-            acknowledged = await self._wait("publish", "rollout workers", self._flow.publish(), 0.0, safe=False)
-            pause = max((a.get("pause_s", 0.0) for a in acknowledged), default=0.0)
+            pause = await self._publish()
         published = time.perf_counter()
         self._ledger.train(result.keys, self.step, version)
-        self._ledger.close_epochs(TRAIN_SPLIT, self._source.epoch - 1)
+        self._ledger.close_epochs(TRAIN_SPLIT, self._rounds.open_epoch - 1)
         self._ledger.sync()
         self.step += 1
         await self._archiving.add(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
@@ -276,13 +310,23 @@ class Session:
             pause=pause,
         )
         self._step_began = ended
-        self._report(result, clock, header, version)
+        drafts = speculation_metrics(drafts_before, self._flow.draft_metrics) | bias_metrics(result.headers.values())
+        self._report(result, clock, header, version, drafts)
+
+    async def _publish(self) -> float:
+        """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
+        if isinstance(self._runner, StreamRunner):
+            self._flow.announce(swap_mode(self._config))
+            await self._runner.advance(self._published_version)
+            return self._flow.last_pause_s
+        acknowledged = await self._wait("publish", "rollout workers", self._flow.publish(), 0.0, safe=False)
+        return max((a.get("pause_s", 0.0) for a in acknowledged), default=0.0)
 
     async def _learn(self, result: RoundResult) -> tuple[LearnerHeader, Any]:
         self._enter("training")
-        size = self._config.rollout.samples_per_prompt
         queue = self._roles.learner_queue
-        envelope = StepEnvelope(step=self.step, groups=tuple(self._flow.group(key, size) for key in result.keys))
+        groups = tuple(self._flow.group(key, [h.index for h in result.headers[key]]) for key in result.keys)
+        envelope = StepEnvelope(step=self.step, groups=groups)
         deadline = self._config.learner.deadline_s
         # From here to the next step nothing may be interrupted: learner, ledger and version move together.
         await self._wait("learner queue", "learner", queue.put_async(envelope), deadline, safe=False)
@@ -291,7 +335,14 @@ class Session:
         )
         return header, ref
 
-    def _report(self, result: RoundResult, clock: StepClock, header: LearnerHeader, version: int) -> None:
+    def _report(
+        self,
+        result: RoundResult,
+        clock: StepClock,
+        header: LearnerHeader,
+        version: int,
+        drafts: Mapping[str, float],
+    ) -> None:
         config = self._config
         metrics = step_metrics(
             result,
@@ -303,14 +354,17 @@ class Session:
             correct_at=config.evaluation.correct_at,
         )
         epoch = self._source.progress
+        metrics |= {**drafts, **self._rounds.forecasts.metrics()}
+        for text in header.alarms:
+            self.board.alarm(f"step {self.step}: {text}")
         metrics |= {"progress/epoch": epoch, "faults/crashes": float(self._flow.crashes)}
         self._monitors.log(self.step, metrics)
         self.board.finish_step(self.step, metrics, epoch=epoch)
-        trained = int(metrics["rollout/tokens"] - metrics["waste/tokens"])
-        self._metrics.step(self.step, metrics, generated=result.launched_tokens, trained=trained)
+        trained = sum(h.tokens for headers in result.headers.values() for h in headers)
+        self._metrics.step(self.step, metrics, generated=result.generated_tokens, trained=trained)
         share = metrics["reward/error_share"]
         if share > config.reward.error_alarm:
-            text = self._runner.progress.first_error
+            text = self._rounds.progress.first_error
             self.board.alarm(
                 f"step {self.step}: {share:.1%} of the scores failed or timed out "
                 f"(reward.error_alarm is {config.reward.error_alarm:.1%}); the first: {text}"
@@ -331,7 +385,7 @@ class Session:
         began = time.perf_counter()
         self.board.wait("evaluate", "rollout and reward workers")
         try:
-            found = await self._runner.evaluate(self.step)
+            found = await self._rounds.evaluate(self.step)
         except (Interrupted, UserError):
             await self._flow.abort()
             raise
@@ -360,15 +414,24 @@ class Session:
         self._evaluated = (self.step, metrics)
         return metrics
 
-    def _state(self) -> dict[str, Any]:
+    @property
+    def _published_version(self) -> int:
+        return self._roles.published.manifest.version if self._roles.published else 0
+
+    async def _state(self) -> dict[str, Any]:
         """Where the run stands between two steps: what a checkpoint must say."""
+        async with self._rounds.quiet():
+            return self._state_now()
+
+    def _state_now(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "version": self._roles.published.manifest.version if self._roles.published else 0,
+            "version": self._published_version,
             "source": self._source.state(),
             "ledger_offset": self._ledger.offset(),
             "metrics_offset": self._monitors.offset(),
             "evaluations": dict(self.evaluations),
+            "rounds": self._rounds.state(),
         }
 
     async def _save(self, state: dict[str, Any]) -> None:
@@ -390,6 +453,7 @@ class Session:
                     raise
                 raise CheckpointError(f"{fault}. Earlier checkpoints are intact.") from None
             await self._archiving.drain()
+            await save_predictor(self._rounds.forecasts, writer)
             self._ledger.sync()
             self._monitors.sync()
             writer.commit(state)

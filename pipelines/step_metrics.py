@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.rounds import RoundResult
+from pipelines.round_books import RoundResult
 from pipelines.scheduling.policy import zero_variance
 from storage.ledger import LedgerCounts
 from storage.records import SampleHeader
@@ -69,8 +69,8 @@ def step_metrics(
         "reward/zero_variance_share": zero_variance / max(1, len(result.headers)),
         "accuracy/train": accuracy(trained, correct_at),
         "rollout/samples": result.scored,
-        "rollout/tokens": result.launched_tokens,
-        "rollout/tokens_per_s": result.launched_tokens / max(1e-9, clock.generate),
+        "rollout/tokens": result.generated_tokens,
+        "rollout/tokens_per_s": result.generated_tokens / max(1e-9, clock.generate or clock.step),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_p50": float(np.quantile(lengths, 0.5)),
         "rollout/length_p90": float(np.quantile(lengths, 0.9)),
@@ -80,8 +80,10 @@ def step_metrics(
         "rollout/busy_share": clock.generate / max(1e-9, clock.step),
         "goodput/tokens_per_s": tokens / max(1e-9, clock.step),
         "goodput/samples_per_s": len(trained) / max(1e-9, clock.step),
-        "waste/tokens": result.launched_tokens - tokens,
-        "waste/share": 1.0 - tokens / max(1, result.launched_tokens),
+        "waste/tokens": result.dropped_tokens,
+        "waste/share": result.dropped_tokens / max(1, result.generated_tokens),
+        "schedule/long_round": float(result.round_class == "long"),
+        "schedule/waiting": result.waiting,
         "staleness/mean": float(staleness.mean()),
         "staleness/max": float(staleness.max()),
         "time/step_s": clock.step,

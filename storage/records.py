@@ -146,6 +146,7 @@ class Sample:
         accepted: Draft tokens that were accepted.
         forward_passes: Target forward passes that emitted this sample's tokens.
         worker: Name of the rollout worker that wrote it.
+        reused: Tokens of the previous epoch's answer that it leniently kept (SPEC-RL); -1 when it was written afresh.
     """
 
     key: GroupKey
@@ -162,6 +163,7 @@ class Sample:
     accepted: int = 0
     forward_passes: int = 0
     worker: str = ""
+    reused: int = -1
 
     @property
     def length(self) -> int:
@@ -213,6 +215,9 @@ class Assignment:
         round_class: Kind of round it runs in.
         resume: Tokens that earlier attempts left, by sample index; generation goes on behind them.
         priority: Rows with a higher value are admitted to the engine first.
+        stay_tokens: New tokens after which a sample is interrupted and goes on elsewhere; 0: no limit.
+        stay_s: Seconds after which it is; 0: no limit.
+        last_stay: A sample that uses up its stay ends as truncated instead.
     """
 
     key: GroupKey
@@ -225,6 +230,9 @@ class Assignment:
     round_class: RoundClass = "short"
     resume: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
     priority: float = 0.0
+    stay_tokens: int = 0
+    stay_s: float = 0.0
+    last_stay: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +272,7 @@ class SampleHeader:
     reward_status: RewardStatus
     timings: Timings
     error: str = ""
+    reused: int = -1
 
     @classmethod
     def of(cls, sample: Sample, attempt: int) -> SampleHeader:
@@ -285,6 +294,7 @@ class SampleHeader:
             reward_status=sample.reward_status,
             timings=sample.timings,
             error=sample.error,
+            reused=sample.reused,
         )
 
 

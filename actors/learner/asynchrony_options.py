@@ -84,10 +84,11 @@ class AsynchronyOptions(BaseModel):
     sync_every: int = Field(
         1, ge=1, le=1000, description="Publish after every n-th training step that moved the weights. Unit: steps."
     )
-    on_stale: Literal["cancel_early", "drop", "accept", "decay"] = Field(
-        "cancel_early",
-        description="Groups that cannot make max_staleness. cancel_early: given up as soon as that is certain; drop: "
-        "at the learner's door; accept: trained all the same; decay: trained with the weight that half_life gives.",
+    on_stale: Literal["wait", "cancel_early", "drop", "accept", "decay"] = Field(
+        "wait",
+        description="Groups that could miss max_staleness. wait: the step waits for them, so that nothing is selected "
+        "by length; cancel_early: they begin anew as soon as it is certain (so long answers are trained less often); "
+        "drop: the same at the learner's door; accept: trained all the same; decay: weighted as half_life says.",
     )
     consumption: Literal["ready", "fifo", "freshest"] = Field(
         "ready",

@@ -195,8 +195,15 @@ class RolloutEngine(Protocol):
     def waiting(self) -> int:
         """Requests that wait for a slot."""
 
+    @property
+    def draining(self) -> int:
+        """Rows that finish under the weights before the active ones."""
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; raises ``ValueError`` that names the request when one can never run."""
+
+    def limit_rows(self, rows: int) -> None:
+        """Admit requests while fewer than ``rows`` rows run, 0: while there are slots; rows that run go on."""
 
     def step(self) -> list[Completion]:
         """Run one forward pass for all active rows and return the requests that finished; [] when idle."""
@@ -209,7 +216,10 @@ class RolloutEngine(Protocol):
         """
 
     def load_weights(self, manifest: WeightsManifest, buffer: npt.NDArray[np.uint8]) -> None:
-        """Verify a snapshot against its manifest and load it beside the active one; raises ``WeightsError``."""
+        """Verify a snapshot against its manifest and hold it ready; raises ``WeightsError``.
+
+        ``buffer`` must not change before it is activated or another snapshot is loaded.
+        """
 
     def activate_weights(self, version: int, mode: SwapMode = "reprefill") -> None:
         """Make a loaded snapshot the active one between two steps.

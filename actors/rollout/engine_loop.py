@@ -37,6 +37,7 @@ class LoopStats:
         tokens: Tokens in forward passes, prefill and drafts included.
         drafted: Draft tokens verified; accepted: draft tokens accepted.
         busy_s: Seconds inside engine steps.
+        draining: Rows that finish under the weights before the active ones.
         running: Rows decoding now; waiting: requests without a slot.
         version: Active version of the weights.
         last_progress: Wall-clock second of the last step that did work.
@@ -49,6 +50,7 @@ class LoopStats:
     drafted: int
     accepted: int
     busy_s: float
+    draining: int
     running: int
     waiting: int
     version: int
@@ -108,6 +110,10 @@ class EngineLoop:
 
         return self._call(command).result()
 
+    def limit_rows(self, rows: int) -> None:
+        """Decode at most ``rows`` rows at once from now on, 0: as many as there are slots. Running rows go on."""
+        self._call(lambda: self._engine.limit_rows(rows)).result()
+
     def stats(self) -> LoopStats:
         """Return the counters; never waits for the engine."""
         return LoopStats(
@@ -117,6 +123,7 @@ class EngineLoop:
             drafted=self._drafted,
             accepted=self._accepted,
             busy_s=self._busy_s,
+            draining=self._engine.draining,
             running=self._engine.running,
             waiting=self._engine.waiting,
             version=self._engine.version,

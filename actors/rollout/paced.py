@@ -101,6 +101,11 @@ class PacedEngine:
         """As in the wrapped engine."""
         return self._engine.waiting
 
+    @property
+    def draining(self) -> int:
+        """As in the wrapped engine."""
+        return self._engine.draining
+
     def submit(self, requests: Sequence[Request]) -> None:
         """As in the wrapped engine."""
         self._engine.submit(requests)
@@ -123,6 +128,10 @@ class PacedEngine:
         for observer in self._observers:
             observer(paced)
         return finished
+
+    def limit_rows(self, rows: int) -> None:
+        """As in the wrapped engine."""
+        self._engine.limit_rows(rows)
 
     def abort(self, request_ids: Sequence[int] | None = None, *, keep_state: bool = False) -> list[Completion]:
         """As in the wrapped engine."""

@@ -141,12 +141,8 @@ class PackedModel:
         logits: torch.Tensor = output.logits[0]
         return logits if self._slices_logits else logits.index_select(0, logit_index)
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the weights in place; tied weights stay tied.
-
-        Raises:
-            WeightsError: A name is unknown, a shape differs, or a parameter is missing. Nothing is changed then.
-        """
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raise ``WeightsError`` when a name is unknown, a shape differs, or a parameter is missing."""
         own: dict[str, torch.Tensor] = self.model.state_dict()
         for name, tensor in state.items():
             if name not in own:
@@ -160,6 +156,11 @@ class PackedModel:
         missing = sorted(n for n, t in own.items() if n in parameters and t.data_ptr() not in covered)
         if missing:
             raise WeightsError(f"the snapshot lacks {len(missing)} tensors, the first is {missing[0]!r}")
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the weights in place; tied weights stay tied. Raises as :meth:`check_state`, changing nothing."""
+        self.check_state(state)
+        own: dict[str, torch.Tensor] = self.model.state_dict()
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)

@@ -44,6 +44,7 @@ class RowPool:
         version: Version of the weights that new rows are written with.
         active: int64[running], indices of running rows in ascending order of slot.
         parked: Index of each parked row by request id.
+        row_limit: Most running rows at which another one is admitted; 0: as many as there are slots.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RowPool:
         self.version = version
         self.active: Int64Array = np.zeros(0, np.int64)
         self.parked: dict[int, int] = {}
+        self.row_limit = 0
         self._rows = rows
         self._max_length = max_length
         self._run_seed = run_seed
@@ -106,6 +108,8 @@ class RowPool:
         while self._queue:
             request = self._queue[0][2]
             reason = self._ended_already(request)
+            if reason is None and self.row_limit and len(self.active) + len(opened) >= self.row_limit:
+                break
             if reason is None and request.request_id not in self.parked:
                 full = len(self.active) + len(opened) + len(self.parked) >= self._rows
                 if full and not self._evict():

@@ -80,7 +80,7 @@ class TorchEngine:
         self.max_rows = max_rows
         self.max_length = min(max_length, self._model.context or max_length)
         self._spare: PackedModel | None = None
-        self._loaded: int | None = None
+        self._loaded: tuple[int, dict[str, torch.Tensor]] | None = None
         self._old: PackedModel | None = None
         self._old_version = NOT_COMPUTED
         self._drafting = Drafting(drafts, self._model.vocabulary)
@@ -134,6 +134,10 @@ class TorchEngine:
         """Queue requests, all or none; raises ``ValueError`` that names the request when one can never run."""
         self._pool.enqueue(requests, self._model.vocabulary)
 
+    def limit_rows(self, rows: int) -> None:
+        """Admit requests while fewer than ``rows`` rows run, 0: while there are slots; rows that run go on."""
+        self._pool.row_limit = rows
+
     def step(self) -> list[Completion]:
         """Run one forward pass for all active rows and return the requests that finished; [] when idle."""
         begin = time.perf_counter()
@@ -184,11 +188,14 @@ class TorchEngine:
         return completions
 
     def load_weights(self, manifest: WeightsManifest, buffer: npt.NDArray[np.uint8]) -> None:
-        """Verify a snapshot and load it beside the active one, which goes on being used.
+        """Verify a snapshot and hold it ready; ``buffer`` must not change before it is activated.
+
+        It is not copied yet: nothing decodes between the two calls, and a second copy of the weights is needed only
+        where rows drain under the first.
 
         Raises:
-            WeightsError: The snapshot is damaged or does not fit the model, or rows still drain under the weights that
-                it would overwrite (there are two copies of the weights at most): step until ``draining`` is 0.
+            WeightsError: The snapshot is damaged or does not fit the model, or rows still drain under older weights
+                (there are two copies of the weights at most): step until ``draining`` is 0.
         """
         if self._old is not None:
             raise WeightsError(
@@ -197,26 +204,24 @@ class TorchEngine:
             )
         verify(manifest, buffer)
         state = unpack(manifest, buffer)
-        if self._spare is None:
-            self._spare = self._model.twin()
-        self._loaded = None
-        self._spare.load_state(state)
-        self._loaded = manifest.version
+        self._model.check_state(state)
+        self._loaded = manifest.version, state
 
     def activate_weights(self, version: int, mode: SwapMode = "reprefill") -> None:
         """Make a loaded snapshot the active one between two steps; raises ``WeightsError`` when it is not loaded.
 
         The state of parked rows survives ``keep_kv`` only.
         """
-        if self._spare is None or self._loaded != version:
-            raise WeightsError(f"weights version {version} is not loaded; loaded is {self._loaded}")
-        pool, previous = self._pool, self._model
-        self._model, self._spare, self._loaded = self._spare, None, None
+        if self._loaded is None or self._loaded[0] != version:
+            held = None if self._loaded is None else self._loaded[0]
+            raise WeightsError(f"weights version {version} is not loaded; loaded is {held}")
+        pool, state = self._pool, self._loaded[1]
+        self._loaded = None
         if mode == "drain" and len(pool.active):
-            self._old, self._old_version = previous, pool.version
+            self._old, self._old_version = self._model, pool.version
+            self._model, self._spare = self._spare or self._model.twin(), None
             pool.table.old[pool.active] = True
-        else:
-            self._spare = previous
+        self._model.load_state(state)
         pool.change_version(version, recompute=mode == "reprefill", keep=mode == "keep_kv")
 
     def _retire_old(self) -> None:

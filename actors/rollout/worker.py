@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import queue
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.bundles import Bundle, BundleHeader, bundles_of
+from actors.bundles import Bundle, BundleHeader, Call, bundles_of
+from actors.drafts.options import SpeculationOptions
 from actors.rollout.engine import Completion, Request, RolloutEngine, SwapMode
 from actors.rollout.engine_loop import EngineLoop
 from actors.rollout.options import RolloutOptions
 from actors.threads import set_torch_threads
-from storage.records import Assignment, GroupKey, Prompt, Sample, SampleHeader, Timings, WeightsManifest, request_id
+from storage.history.schema import prompt_hash
+from storage.records import (
+    TRAIN_SPLIT,
+    Assignment,
+    FinishReason,
+    GroupKey,
+    Sample,
+    SampleHeader,
+    Segment,
+    Timings,
+    WeightsManifest,
+    request_id,
+)
+
+if TYPE_CHECKING:
+    from actors.rollout.history_drafts import HistoryDrafts
+
+log = logging.getLogger(__name__)
+
+_LATE_PACK_S = 120.0
+_DRAIN_POLL_S = 0.02
+_MOST_REVOKED = 1024
 
 CONCURRENCY_GROUPS = {"work": 16, "control": 4}
 
@@ -33,6 +58,7 @@ class RolloutWorker:
         max_length: int,
         threads: int,
         version: int,
+        speculation: SpeculationOptions,
     ) -> None:
         """Load the policy from ``model_path`` as snapshot ``version``."""
         set_torch_threads(threads)
@@ -43,6 +69,8 @@ class RolloutWorker:
         self._name = name
         self._options = options
         self._tokenizer = load_tokenizer(model_path)
+        self._speculation = speculation
+        self._drafts = _draft_source(speculation, version)
         engine: RolloutEngine = TorchEngine(
             model_path,
             max_rows=options.max_rows,
@@ -51,47 +79,76 @@ class RolloutWorker:
             device=options.device,
             run_seed=run_seed,
             tokenizer=self._tokenizer,
+            drafts=self._drafts,
             version=version,
         )
         if options.pacing.profile != "off":
             engine = PacedEngine(engine, options.pacing)
+        if self._drafts is not None:
+            engine.add_observer(self._drafts.on_step)
         self._engine = engine
         self._loop = EngineLoop(engine)
+        self._calls_lock = threading.Lock()
+        self._calls: dict[int, _Running] = {}
+        self._revoked: dict[int, set[tuple[GroupKey, int]]] = {}
+        self._row_limit = 0
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
         return f"RolloutWorker({self._name})"
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
-    def generate(self, assignments: Sequence[Assignment]) -> Iterator[BundleHeader | Bundle]:
+    def generate(self, call: Call) -> Iterator[BundleHeader | Bundle]:
         """Write the assigned samples; yields a header and a bundle whenever some have finished, until all have.
 
-        Streaming: the caller owns what is yielded, so finished samples outlive this actor.
+        Streaming: the caller owns what is yielded, so finished samples outlive this actor. Samples that are stopped or
+        that use up their stay come back with finish reason ``abort`` and go on with a later call.
         """
-        arrived: queue.SimpleQueue[tuple[float, Completion | BaseException]] = queue.SimpleQueue()
-        requests, owners, prompts = self._requests(assignments)
-        dispatched = time.time()
-        self._loop.submit(requests, lambda item: arrived.put((time.time(), item)))
-        missing = len(requests)
+        self._take_packs(call.packs)
+        assignments = self._resumed(call)
+        written = self._begin(call, assignments)
+        prompts = {a.key: a.prompt for a in assignments}
+        attempts = {a.key: a.attempt for a in assignments}
+        missing = sum(len(a.samples) for a in assignments)
+        ends = time.monotonic() + min((a.stay_s for a in assignments if a.stay_s), default=math.inf)
         while missing:
-            batch = [arrived.get()]
-            deadline = time.monotonic() + self._options.stream_interval_s
-            while len(batch) < missing:
-                try:
-                    batch.append(arrived.get(timeout=max(0.0, deadline - time.monotonic())))
-                except queue.Empty:
-                    break
-            samples = [self._sample(item, owners, dispatched, finished) for finished, item in batch]
+            samples = written.next_batch(self._options.stream_interval_s, ends)
+            if not samples:
+                written.over = True
+                self._loop.abort(written.unfinished())
+                ends = math.inf
+                continue
             missing -= len(samples)
             stats = self._loop.stats()
-            attempts = {a.key: a.attempt for a in assignments}
             yield BundleHeader(
                 items=tuple(SampleHeader.of(sample, attempts[sample.key]) for sample in samples),
                 worker=self._name,
                 busy_s=stats.busy_s,
                 version=stats.version,
+                drafts={} if self._drafts is None else self._drafts.metrics(),
             )
             yield bundles_of(samples, prompts)
+        with self._calls_lock:
+            self._calls.pop(call.number, None)
+            self._limit_rows()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def stop(self, calls: Mapping[int, Sequence[tuple[GroupKey, int]]]) -> None:
+        """Stop some samples of calls by number; their partial answers come with those calls.
+
+        A call that has not begun yet, because its actor task waits or its drafts do, will not write them either.
+        """
+        running: list[int] = []
+        with self._calls_lock:
+            for number, samples in calls.items():
+                self._revoked.setdefault(number, set()).update(samples)
+                if number in self._calls:
+                    revoked = self._revoked.pop(number)
+                    running += [request for request, owner in self._calls[number].owners.items() if owner in revoked]
+            while len(self._revoked) > _MOST_REVOKED:  # of calls that had ended already
+                self._revoked.pop(next(iter(self._revoked)))
+        if running:
+            self._loop.abort(running)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def set_weights(self, manifest: WeightsManifest, refs: list[Any], mode: SwapMode = "reprefill") -> dict[str, float]:
@@ -99,7 +156,11 @@ class RolloutWorker:
         started = time.perf_counter()
         buffer = ray.get(refs[0])
         fetched = time.perf_counter()
+        while self._loop.stats().draining:  # two versions at most: rows of the one before have to finish first
+            time.sleep(_DRAIN_POLL_S)
         pause = self._loop.swap_weights(manifest, buffer, mode)
+        if self._drafts is not None:
+            self._drafts.version = manifest.version
         return {"version": manifest.version, "pause_s": pause, "fetch_s": fetched - started}
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -114,51 +175,207 @@ class RolloutWorker:
         overrun = getattr(self._engine, "overrun_share", None)
         if overrun is not None:
             report["pacing_overrun_share"] = overrun
+        if self._drafts is not None:
+            report["gate"] = self._drafts.gate_reason
         return report
 
-    def _requests(
-        self, assignments: Sequence[Assignment]
-    ) -> tuple[list[Request], dict[int, tuple[Assignment, int]], dict[GroupKey, Prompt]]:
+    def _take_packs(self, packs: Sequence[Any]) -> None:
+        """Fetch draft packs, waiting no longer than the options allow; without them decoding is plain."""
+        if self._drafts is None or not packs:
+            return
+        try:
+            fetched = ray.get(list(packs), timeout=self._speculation.pack_wait_s)
+        except ray.exceptions.GetTimeoutError:
+            threading.Thread(target=self._await_packs, args=(list(packs),), name="late-drafts", daemon=True).start()
+            return
+        except ray.exceptions.RayError as error:
+            log.warning("no drafts: %s", error)
+            return
+        for pack in fetched:
+            if pack is not None:
+                self._drafts.add_pack(pack)
+
+    def _await_packs(self, packs: list[Any]) -> None:
+        try:
+            fetched = ray.get(packs, timeout=_LATE_PACK_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            log.warning("no drafts: %s", error)
+            return
+        for pack in fetched:
+            if pack is not None and self._drafts is not None:
+                self._drafts.add_pack(pack)
+
+    def _resumed(self, call: Call) -> tuple[Assignment, ...]:
+        """Fetch the tokens that samples go on behind; where they are lost with a node, the sample begins anew."""
+        if not call.resumptions:
+            return call.assignments
+        refs = list(dict.fromkeys(resumption.refs[0] for resumption in call.resumptions))
+        fetched: dict[Any, Bundle] = {}
+        for ref in refs:
+            try:
+                fetched[ref] = ray.get(ref)
+            except ray.exceptions.ObjectLostError as error:
+                log.warning("interrupted samples begin anew: %s", error)
+        prefixes: dict[GroupKey, dict[int, tuple[Segment, ...]]] = {}
+        for resumption in call.resumptions:
+            bundle = fetched.get(resumption.refs[0])
+            if bundle is not None:
+                sample = bundle.samples[resumption.position]
+                prefixes.setdefault(resumption.key, {})[resumption.index] = sample.segments
+        return tuple(replace(a, resume=prefixes.get(a.key, {})) for a in call.assignments)
+
+    def _begin(self, call: Call, assignments: Sequence[Assignment]) -> _Written:
+        """Submit the requests of a call, but for samples that were stopped before it began."""
+        requests, owners = self._requests(assignments)
+        written = _Written(self, assignments, owners)
+        if self._drafts is not None:
+            hashes = {a.key: prompt_hash(a.prompt.token_ids) for a in assignments if a.key.split == TRAIN_SPLIT}
+            for request in requests:
+                key, index = owners[request.request_id]
+                if key in hashes:
+                    self._drafts.register(request.request_id, hashes[key], index)
+        with self._calls_lock:
+            revoked = self._revoked.pop(call.number, set())
+            self._calls[call.number] = _Running(owners, call.row_limit)
+            self._limit_rows()
+        stopped = [request for request in requests if owners[request.request_id] in revoked]
+        for request in stopped:
+            written.put(Completion(request_id=request.request_id, segments=request.prefix, finish_reason="abort"))
+        if len(stopped) < len(requests):
+            self._loop.submit([r for r in requests if owners[r.request_id] not in revoked], written.put)
+        with self._calls_lock:  # stopped between the two looks
+            late = self._revoked.pop(call.number, set())
+        if late:
+            self._loop.abort([request for request, owner in owners.items() if owner in late])
+        return written
+
+    def _limit_rows(self) -> None:
+        """Decode at once as many rows as the most modest of the running calls wants; called with the lock."""
+        limit = min((call.row_limit for call in self._calls.values() if call.row_limit), default=0)
+        if limit != self._row_limit:
+            self._row_limit = limit
+            self._loop.limit_rows(limit)
+
+    def _requests(self, assignments: Sequence[Assignment]) -> tuple[list[Request], dict[int, tuple[GroupKey, int]]]:
         requests: list[Request] = []
-        owners: dict[int, tuple[Assignment, int]] = {}
+        owners: dict[int, tuple[GroupKey, int]] = {}
         for assignment in assignments:
             group = request_id(assignment.run_seed, assignment.key, -1)
             for index in assignment.samples:
                 identity = request_id(assignment.run_seed, assignment.key, index)
-                owners[identity] = (assignment, index)
+                owners[identity] = (assignment.key, index)
+                prefix = assignment.resume.get(index, ())
+                sampling = assignment.sampling
+                if assignment.stay_tokens:
+                    room = sum(len(segment.token_ids) for segment in prefix) + assignment.stay_tokens
+                    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
                 requests.append(
                     Request(
                         request_id=identity,
                         prompt_ids=assignment.prompt.token_ids,
-                        sampling=assignment.sampling,
-                        prefix=assignment.resume.get(index, ()),
+                        sampling=sampling,
+                        prefix=prefix,
                         group=group,
                         priority=assignment.priority,
                     )
                 )
-        return requests, owners, {a.key: a.prompt for a in assignments}
+        return requests, owners
 
-    def _sample(
-        self,
-        item: Completion | BaseException,
-        owners: dict[int, tuple[Assignment, int]],
-        dispatched: float,
-        finished: float,
+    def sample(
+        self, item: Completion, assignment: Assignment, index: int, reason: FinishReason, timings: Timings
     ) -> Sample:
-        if isinstance(item, BaseException):
-            raise item
-        assignment, index = owners[item.request_id]
+        """Make the record of a completion that ended for ``reason``."""
+        reused = -1
+        if self._drafts is not None:
+            if self._drafts.reused(item.request_id):
+                reused = self._drafts.reused_tokens(item.request_id)
+            self._drafts.release(item.request_id)
         tokens = [token for segment in item.segments for token in segment.token_ids.tolist()]
         return Sample(
             key=assignment.key,
             index=index,
             segments=item.segments,
             text=self._tokenizer.decode(tokens, skip_special_tokens=True),
-            finish_reason=item.finish_reason,
+            finish_reason=reason,
             error=item.error,
-            timings=Timings(dispatched=dispatched, first_token=item.first_token, finished=finished),
+            timings=timings,
             drafted=item.drafted,
             accepted=item.accepted,
             forward_passes=item.forward_passes,
             worker=self._name,
+            reused=reused,
         )
+
+
+@dataclass(slots=True)
+class _Running:
+    """A call under way: whose sample each request writes, and how many rows it wants decoded at once."""
+
+    owners: dict[int, tuple[GroupKey, int]]
+    row_limit: int
+
+
+class _Written:
+    """Collects the completions of one call; filled on the engine's thread, emptied on the call's."""
+
+    def __init__(
+        self, worker: RolloutWorker, assignments: Sequence[Assignment], owners: Mapping[int, tuple[GroupKey, int]]
+    ) -> None:
+        self._worker = worker
+        self._assignments = {a.key: a for a in assignments}
+        self._owners = dict(owners)
+        self._arrived: queue.SimpleQueue[tuple[float, Completion | BaseException]] = queue.SimpleQueue()
+        self._dispatched = time.time()
+        self.over = False
+        """The time of the stay is used up."""
+
+    def put(self, item: Completion | BaseException) -> None:
+        """Take a completion, or what broke the engine."""
+        self._arrived.put((time.time(), item))
+
+    def unfinished(self) -> list[int]:
+        """Requests that have not come back."""
+        return list(self._owners)
+
+    def next_batch(self, interval_s: float, ends: float) -> list[Sample]:
+        """Wait for samples and return those of one interval; none when ``ends`` (monotonic seconds) comes first."""
+        try:
+            timeout = None if ends == math.inf else max(0.0, ends - time.monotonic())
+            batch = [self._arrived.get(timeout=timeout)]
+        except queue.Empty:
+            return []
+        deadline = time.monotonic() + interval_s
+        while len(batch) < len(self._owners):
+            try:
+                batch.append(self._arrived.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                break
+        samples = []
+        for finished, item in batch:
+            if isinstance(item, BaseException):
+                raise item
+            key, index = self._owners.pop(item.request_id)
+            assignment = self._assignments[key]
+            timings = Timings(dispatched=self._dispatched, first_token=item.first_token, finished=finished)
+            samples.append(self._worker.sample(item, assignment, index, self._reason(item, assignment), timings))
+        return samples
+
+    def _reason(self, item: Completion, assignment: Assignment) -> FinishReason:
+        """Why a sample ended, once the limits of its stay are told from its own."""
+        if item.finish_reason == "abort" and self.over and assignment.last_stay:
+            return "length"
+        if item.finish_reason == "length" and assignment.stay_tokens and not assignment.last_stay:
+            tokens = sum(len(segment.token_ids) for segment in item.segments)
+            return "abort" if tokens < assignment.sampling.max_tokens else "length"
+        return item.finish_reason
+
+
+def _draft_source(options: SpeculationOptions, version: int) -> HistoryDrafts | None:
+    """Make the draft source; its kernels are loaded only where they are used."""
+    if options.source == "off":
+        return None
+    from actors.rollout.history_drafts import HistoryDrafts
+
+    drafts = HistoryDrafts(options)
+    drafts.version = version
+    return drafts

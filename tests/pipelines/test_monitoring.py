@@ -229,7 +229,7 @@ def test_every_evaluation_figure_and_headline_is_documented():
 
 
 def test_every_metric_of_a_step_is_documented():
-    from pipelines.rounds import RoundResult
+    from pipelines.round_books import RoundResult
     from pipelines.step_metrics import StepClock, step_metrics
     from storage.ledger import LedgerCounts
     from storage.records import GroupKey, SampleHeader, Timings
@@ -257,7 +257,8 @@ def test_every_metric_of_a_step_is_documented():
         filtered={"zero_variance": 1},
         started=0.0,
         ended=1.0,
-        launched_tokens=8,
+        generated_tokens=8,
+        dropped_tokens=0,
         errors=0,
         scored=1,
     )

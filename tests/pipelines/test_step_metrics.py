@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines.rounds import RoundResult
+from pipelines.round_books import RoundResult
 from pipelines.step_metrics import StepClock, accuracy, is_correct, step_metrics
 from storage.ledger import LedgerCounts
 from storage.records import GroupKey, SampleHeader, Timings
@@ -38,7 +38,8 @@ def metrics_of(headers, *, launched_tokens=None, errors=0, scored=None, filtered
         filtered=filtered or {},
         started=90.0,
         ended=101.0,
-        launched_tokens=launched_tokens or sum(h.tokens for h in headers),
+        generated_tokens=launched_tokens or sum(h.tokens for h in headers),
+        dropped_tokens=max(0, (launched_tokens or 0) - sum(h.tokens for h in headers)),
         errors=errors,
         scored=scored or len(headers),
     )

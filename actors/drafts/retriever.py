@@ -1,0 +1,200 @@
+"""Turns the history of a run into draft packs: observes finished groups, keeps their indexes, hands packs out.
+
+Knows neither Ray nor queues. An index is built when its prompt is observed, away from anybody who waits, and only what
+was evicted has to be built when a pack is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.drafts.options import SpeculationOptions
+from actors.drafts.pack import SHARED_KEY, DraftPack, PastAnswer, PastPrompt, build_pack, index_answers
+from storage.files import StorageError
+from storage.history.index.nearest import NearestPrompts
+from storage.history.index.suffix_automaton import Automaton
+from storage.history.rows import Answer
+from storage.history.schema import prompt_hash
+from storage.history.store import HistoryStore
+from storage.records import Group, Int32Array, SamplingParams
+
+log = logging.getLogger(__name__)
+
+_BYTES_PER_TOKEN = 120
+"""What an index takes at most; decides how many tokens of other prompts a shared index may cover."""
+_SHARED_SHARE = 0.25
+"""Share of the memory for indexes that the shared one may take."""
+_NEAREST = 3
+
+
+class DraftRetriever:
+    """One store and the indexes over it. Thread-safe: one thread observes while another one asks for packs."""
+
+    def __init__(self, store: HistoryStore, options: SpeculationOptions) -> None:
+        """Serve drafts out of ``store``, which belongs to this object from now on."""
+        self._store = store
+        self._options = options
+        self._lock = threading.RLock()
+        self._indexes: OrderedDict[int, tuple[PastPrompt, Automaton | None]] = OrderedDict()
+        self._bytes = 0
+        self._generation = 0
+        self._epoch = -1
+        self._shared: tuple[int, list[PastPrompt]] | None = None
+        self._prompts: dict[int, Int32Array] | None = None
+        self._nearest: NearestPrompts | None = None
+        self.failure = ""
+        """Why new answers are no longer stored; empty while they are."""
+
+    def observe(self, step: int, groups: Sequence[Group], sampling: SamplingParams) -> None:
+        """Store the finished groups of a step, durably, and index their prompts anew.
+
+        A store that cannot be written ends storing (``failure`` says why) and nothing else: what is known stays known.
+        """
+        with self._lock:
+            if self.failure:
+                return
+            try:
+                self._turn_epoch(max((group.key.epoch for group in groups), default=self._epoch))
+                self._store.append(step, groups, sampling)
+                self._store.sync()
+            except StorageError as error:
+                self.failure = str(error)
+                log.warning("answers are no longer kept for drafts: %s", error)
+                return
+        if self._options.source == "off":
+            return
+        for group in groups:
+            with self._lock:
+                self._forget(prompt_hash(group.prompt.token_ids))
+                self._past(group.prompt.token_ids)
+
+    def pack(self, prompts: Sequence[Int32Array]) -> DraftPack:
+        """Return the drafts for some prompts, int32[n] each; prompts that occur twice count once."""
+        with self._lock:
+            past: dict[int, tuple[PastPrompt, Automaton | None]] = {}
+            unseen: dict[int, Int32Array] = {}
+            for ids in prompts:
+                key = prompt_hash(ids)
+                if key in past:
+                    continue
+                found = self._past(ids)
+                if found[0].answers:
+                    past[key] = found
+                else:
+                    unseen[key] = ids
+            self._generation += 1
+            return build_pack(
+                [prompt for prompt, _ in past.values()],
+                generation=self._generation,
+                recency=self._options.recency,
+                shared=self._shared_answers(unseen),
+                indexes={key: index for key, (_, index) in past.items() if index is not None},
+            )
+
+    def stats(self) -> dict[str, float]:
+        """Indexes held, their memory in bytes, bytes of the store's log, and the store's generation."""
+        return {
+            "indexes": float(len(self._indexes)),
+            "index_bytes": float(self._bytes),
+            "wal_bytes": float(self._store.wal_bytes),
+            "store_generation": float(self._store.generation),
+            "packs": float(self._generation),
+        }
+
+    def close(self) -> None:
+        """Close the store; raises ``HistoryError`` when the last answers cannot be made durable."""
+        with self._lock:
+            if not self.failure:
+                self._store.close()
+
+    def _turn_epoch(self, epoch: int) -> None:
+        """At the first answers of another epoch, put the log into a segment and drop visits out of the window."""
+        if epoch > self._epoch >= 0:
+            self._store.seal()
+            if len(self._store.segments) > 1:
+                self._store.compact(self._options.window)
+        self._epoch = max(epoch, self._epoch)
+
+    def _past(self, prompt_ids: Int32Array) -> tuple[PastPrompt, Automaton | None]:
+        """Return the answers to a prompt that are in the window, with their index (None for other kinds of index)."""
+        key = prompt_hash(prompt_ids)
+        held = self._indexes.get(key)
+        if held is not None and np.array_equal(held[0].prompt_ids, prompt_ids):
+            self._indexes.move_to_end(key)
+            return held
+        prompt = PastPrompt(prompt_ids=prompt_ids, answers=self._answers(prompt_ids))
+        wanted = prompt.answers and self._options.index == "automaton" and self._options.source != "previous_epoch"
+        made = prompt, index_answers([prompt], self._options.recency) if wanted else None
+        if prompt.answers:
+            self._forget(key)
+            self._indexes[key] = made
+            self._bytes += _size(*made)
+            while self._bytes > self._options.index_mb * 1e6 and len(self._indexes) > 1:
+                self._forget(next(iter(self._indexes)))
+        return made
+
+    def _answers(self, prompt_ids: Int32Array) -> list[PastAnswer]:
+        visits = self._store.visits(prompt_ids, self._options.window)
+        return [past_answer(answer, age) for age, visit in enumerate(visits) for answer in visit]
+
+    def _forget(self, key: int) -> None:
+        held = self._indexes.pop(key, None)
+        if held is not None:
+            self._bytes -= _size(*held)
+
+    def _shared_answers(self, unseen: dict[int, Int32Array]) -> dict[int, list[PastPrompt]] | None:
+        if not unseen or self._options.unseen == "off" or self._options.source in ("off", "previous_epoch"):
+            return None
+        if self._options.unseen == "global":
+            return {SHARED_KEY: self._recent()}
+        near = self._nearest_prompts()
+        if near is None or self._prompts is None:
+            return None
+        shared: dict[int, list[PastPrompt]] = {}
+        for key, ids in unseen.items():
+            neighbours = [self._past(self._prompts[int(other)])[0] for other in near.nearest(ids, _NEAREST)[0]]
+            if neighbours := [prompt for prompt in neighbours if prompt.answers]:
+                shared[key] = neighbours
+        return shared or None
+
+    def _recent(self) -> list[PastPrompt]:
+        """The newest answers to any prompt, as much as the shared index may hold; read once per change of the store."""
+        if self._shared is None or self._shared[0] != self._store.wal_bytes + self._store.generation:
+            most = int(self._options.index_mb * 1e6 * _SHARED_SHARE / _BYTES_PER_TOKEN)
+            answers = [past_answer(answer, 0) for answer in self._store.recent_answers(most)]
+            nobody = PastPrompt(prompt_ids=np.zeros(0, np.int32), answers=answers)
+            self._shared = self._store.wal_bytes + self._store.generation, [nobody]
+        return self._shared[1]
+
+    def _nearest_prompts(self) -> NearestPrompts | None:
+        if self._prompts is None or self._nearest is None or len(self._prompts) < len(self._indexes):
+            self._prompts = {key: ids.copy() for key, ids in self._store.prompts()}
+            self._nearest = NearestPrompts.build(self._prompts) if self._prompts else None
+        return self._nearest
+
+
+def past_answer(answer: Answer, visit: int) -> PastAnswer:
+    """Return a stored answer as drafts need it: copied, and cut at the first token that the policy did not write."""
+    mask = answer.policy_mask()
+    end = len(mask) if mask.all() else int(mask.argmin())
+    return PastAnswer(
+        token_ids=answer.tokens[:end].copy(),
+        logprobs=answer.logprobs[:end].copy(),
+        sample=answer.sample_idx,
+        visit=visit,
+        oldest_version=answer.oldest_version,
+        finish_reason=answer.finish_reason if end == len(mask) else "abort",
+        temperature=answer.temperature,
+        top_p=answer.top_p,
+        top_k=answer.top_k,
+    )
+
+
+def _size(prompt: PastPrompt, index: Automaton | None) -> int:
+    held = sum(answer.token_ids.nbytes + answer.logprobs.nbytes for answer in prompt.answers)
+    return held + (0 if index is None else index.nbytes)

@@ -1,0 +1,119 @@
+"""The draft retrieval actor: archives every finished group, keeps the history that drafts come from, serves packs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from actors.bundles import RecordEnvelope, StopEnvelope
+from actors.channels import QueueReader, fetch_groups
+from actors.drafts.options import SpeculationOptions
+from storage.history.archive import RolloutArchive
+from storage.history.store import HistoryStore
+from storage.records import TRAIN_SPLIT, Int32Array, SamplingParams
+
+if TYPE_CHECKING:
+    from actors.drafts.pack import DraftPack
+    from actors.drafts.retriever import DraftRetriever
+
+log = logging.getLogger(__name__)
+
+CONCURRENCY_GROUPS = {"work": 1, "packs": 1, "control": 2}
+
+
+class DraftRetrievalWorker:
+    """Consumes its own bounded queue; nobody waits for it but the end of the run.
+
+    Wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``.
+    """
+
+    def __init__(
+        self,
+        archive: str | None,
+        history: str | None,
+        tokenizer_fingerprint: int,
+        sampling: dict[str, SamplingParams],
+        options: SpeculationOptions,
+    ) -> None:
+        """Open the files; ``sampling`` says how each split is drawn.
+
+        Args:
+            archive: Folder of the Parquet archive, or None to keep none.
+            history: Folder of the history store, or None to keep none.
+            tokenizer_fingerprint: 64-bit identity of the tokenizer.
+            sampling: How the tokens of each split are drawn.
+            options: What drafts are to be made of the history.
+
+        Raises:
+            HistoryError: The store belongs to another tokenizer or schema version, or its manifest is damaged.
+        """
+        self._archive = None if archive is None else RolloutArchive(archive, tokenizer_fingerprint)
+        self._sampling = sampling
+        self._retriever: DraftRetriever | None = None
+        self._ready = threading.Event()
+        if history is None:
+            self._ready.set()
+            return
+        store = HistoryStore(history, tokenizer_fingerprint)
+        # Indexes compile for seconds the first time, and nobody has to wait for that.
+        threading.Thread(target=self._prepare, args=(store, options), name="prepare-drafts", daemon=True).start()
+
+    def __repr__(self) -> str:
+        """Name shown on the Ray dashboard."""
+        return "DraftRetrievalWorker"
+
+    @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
+    def run(self, queue: Any) -> Any:
+        """Record envelopes until a :class:`StopEnvelope`; yields (split, step) after each one, then None.
+
+        The second yield keeps the header-then-payload rhythm of the other roles.
+        """
+        reader = QueueReader(queue)
+        while True:
+            envelope = reader.get()
+            if isinstance(envelope, StopEnvelope):
+                break
+            assert isinstance(envelope, RecordEnvelope)
+            groups = fetch_groups(envelope.groups)
+            sampling = self._sampling[envelope.split]
+            if self._archive is not None:
+                self._archive.append(
+                    envelope.step, groups, envelope.advantages, sampling=sampling, split=envelope.split
+                )
+            self._ready.wait()
+            if self._retriever is not None and envelope.split == TRAIN_SPLIT:
+                self._retriever.observe(envelope.step, groups, sampling)
+            yield (envelope.split, envelope.step)
+            yield None
+        reader.close()
+        if self._retriever is not None:
+            self._retriever.close()
+
+    @ray.method(concurrency_group="packs")  # type: ignore[untyped-decorator]
+    def pack(self, prompts: list[Int32Array]) -> DraftPack | None:
+        """Return the drafts for some prompts; None when no history is kept."""
+        self._ready.wait()
+        return None if self._retriever is None else self._retriever.pack(prompts)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def health(self) -> dict[str, float]:
+        """Return counters of indexes and store; an empty one without history."""
+        return {} if self._retriever is None else self._retriever.stats()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def failure(self) -> str:
+        """Return why answers are no longer kept for drafts; empty while they are."""
+        return "" if self._retriever is None else self._retriever.failure
+
+    def _prepare(self, store: HistoryStore, options: SpeculationOptions) -> None:
+        try:
+            from actors.drafts.retriever import DraftRetriever
+
+            self._retriever = DraftRetriever(store, options)
+        except Exception:
+            log.exception("history is not kept for drafts")
+        finally:
+            self._ready.set()

@@ -1,1 +1,0 @@
-"""Keeps every finished group: archives it now, off the critical path."""
