@@ -31,6 +31,7 @@ MAX_PROMPTS = 1024
 MAX_OBSERVATIONS = 8192
 MAX_TEXT = 262_144
 _MOST_FIELDS = 8
+_MOST_DRAINED = 8  # times the limit
 
 PREFIX = "slipstream_length_predictor_"
 
@@ -213,29 +214,28 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._limit:
-            await self._refuse(scope, receive, send)
-            return
+        size = int(announced) if announced.isdigit() else 0
         held: list[Message] = []
-        size = 0
-        while True:  # read first, so that the answer is not begun when the limit is passed
+        received = 0
+        # All of it is read before the answer begins: a client that is still writing would see a broken connection
+        # instead of the reason. What is too large is dropped on the way, and far beyond that the client is cut off.
+        while received <= _MOST_DRAINED * self._limit:
             message = await receive()
-            held.append(message)
-            size += len(message.get("body", b""))
-            if size > self._limit:
-                await self._refuse(scope, receive, send)
-                return
+            received += len(message.get("body", b""))
+            size = max(size, received)
+            if size <= self._limit:
+                held.append(message)
             if message["type"] != "http.request" or not message.get("more_body", False):
                 break
+        if size > self._limit:
+            text = f"the body exceeds {self._limit:,} bytes: send fewer prompts or observations in one request"
+            await AsciiJson({"error": text, "fields": {}}, status_code=413)(scope, receive, send)
+            return
 
         async def replay() -> Message:
             return held.pop(0) if held else await receive()
 
         await self._app(scope, replay, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        text = f"the body exceeds {self._limit:,} bytes: send fewer prompts or observations in one request"
-        await AsciiJson({"error": text, "fields": {}}, status_code=413)(scope, receive, send)
 
 
 async def _invalid(_: Request, error: Exception) -> Response:

@@ -123,17 +123,22 @@ def remove() -> None:
         serve.shutdown()
 
 
+def check_port(host: str, port: int) -> None:
+    """Raise ``UserError`` when nothing can listen there; Serve itself would only call its proxy unhealthy."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise UserError(f"the predictor cannot listen at {host}:{port} ({error}): choose another port") from error
+
+
 def _start(host: str, port: int | None) -> None:
     if serve.status().proxies:
         return
     if port is None:
         serve.start(proxy_location=ProxyLocation.Disabled)
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:  # Serve itself would only say that its proxy is unhealthy
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise UserError(f"the predictor cannot listen at {host}:{port} ({error}): choose another port") from error
+    check_port(host, port)
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host=host, port=port))
