@@ -151,9 +151,7 @@ def test_a_saved_state_goes_before_a_run(tmp_path: Path) -> None:
     state = tmp_path / "state.npz"
     state.write_bytes(dump_state(known.state()))
     output = io.StringIO()
-    data = predictor_service.initial_state(
-        OPTIONS, state, str(make_run(tmp_path / "run")), Console(file=output, width=200)
-    )
+    data = initial_state(OPTIONS, state, str(make_run(tmp_path / "run")), Console(file=output, width=200))
     assert data == state.read_bytes()
     assert "is not read again" in output.getvalue()
 
