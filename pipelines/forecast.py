@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.drafts.options import SpeculationOptions
-from actors.drafts.pack import PastAnswer, PastPrompt, build_pack
+from actors.drafts.pack import DraftPack, PastAnswer, PastPrompt, build_pack
 from actors.rollout.draft_cost import PassCost
 from actors.rollout.engine import Request
 from actors.rollout.history_drafts import HistoryDrafts
@@ -186,7 +186,7 @@ def forecast(
 
     Args:
         archive: The run's rollouts.
-        options: Window, recency and longest draft are read from here.
+        options: Window, recency, index and longest draft are read from here.
         split: Whose rollouts.
         ratios: Cost ratios of the table.
         measured_ratio: Ratio that was measured in the run, if it was.
@@ -201,7 +201,7 @@ def forecast(
     watched = next(d for d in drafters if d.name == "calibrated" and d.ratio == ratios[len(ratios) // 2])
     epochs: dict[int, _Epoch] = {}
     for number, step in enumerate(_steps(archive, options, split)):
-        pack = build_pack(step.history, generation=number, recency=options.recency)
+        pack = _pack(step, number, options)
         warm = any(prompt.answers for prompt in step.history)
         for drafter in drafters:
             drafter.source.add_pack(pack)
@@ -254,7 +254,7 @@ def predicted_speedup(
     source = HistoryDrafts(options, cost=cost)
     plain = drafted = 0.0
     for number, step in enumerate(_steps(archive, options, split)):
-        source.add_pack(build_pack(step.history, generation=number, recency=options.recency))
+        source.add_pack(_pack(step, number, options))
         totals = _play(step, source, cost, max_rows)
         if wanted is None or step.number in wanted:
             drafted += totals.seconds
@@ -347,6 +347,17 @@ def _drafters(options: SpeculationOptions, ratios: Sequence[float]) -> Iterator[
     yield _Drafter("aimd", math.nan, HistoryDrafts(made(draft_length="aimd", match_length=3), cost=anything))
     oracle = HistoryDrafts(made(), cost=anything, rule=OracleLengths(options.max_draft))
     yield _Drafter("oracle", math.nan, oracle)
+
+
+def _pack(step: _Step, generation: int, options: SpeculationOptions) -> DraftPack:
+    return build_pack(
+        step.history,
+        generation=generation,
+        recency=options.recency,
+        index=options.index,
+        order=options.order,
+        heat_half_life=options.heat_half_life,
+    )
 
 
 def _play(step: _Step, source: HistoryDrafts, cost: PassCost, max_rows: int) -> Totals:
