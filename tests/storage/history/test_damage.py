@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from storage.files import StorageError
+from storage.history import reader as reader_module
 from storage.history import store as store_module
 from storage.history.manifest import HistoryError, Manifest, read_manifest, write_manifest
 from storage.history.rows import history_schema
@@ -160,7 +161,7 @@ def test_the_manifest_comes_back_as_it_was(directory: Path, appended: dict[int, 
 def test_a_manifest_that_is_replaced_while_it_is_read_is_read_again(
     directory: Path, appended: dict[int, list[Group]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = store_module.Segment
+    original = reader_module.Segment
     writer = HistoryStore(directory, FINGERPRINT)
     turns = iter([True])
 
@@ -169,7 +170,7 @@ def test_a_manifest_that_is_replaced_while_it_is_read_is_read_again(
             writer.compact(9)
         return original(*arguments)
 
-    monkeypatch.setattr(store_module, "Segment", slow)
+    monkeypatch.setattr(reader_module, "Segment", slow)
     with HistoryStore(directory, FINGERPRINT) as reader:
         assert reader.generation == writer.generation
         assert reader.damage == ()

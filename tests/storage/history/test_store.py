@@ -156,6 +156,15 @@ def test_a_reader_keeps_its_generation_until_it_looks_again(store: HistoryStore)
         assert is_answer(held[1][0], appended[0][1].samples[0], 0)
 
 
+def test_what_was_verified_once_is_not_verified_again_after_a_seal(store: HistoryStore) -> None:
+    fill(store, [0])
+    store.seal()
+    rows = store.segments[0].blocks[0].load()
+    fill(store, [1])
+    store.seal()
+    assert store.segments[0].blocks[0].load() is rows
+
+
 def test_files_of_old_generations_go(store: HistoryStore) -> None:
     fill(store, [0])
     store.seal()
