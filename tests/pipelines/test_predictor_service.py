@@ -18,7 +18,7 @@ from rich.console import Console
 from actors.length_predictor.options import LengthPredictorOptions
 from actors.length_predictor.predictor import LengthPredictor, dump_state, parse_state
 from actors.length_predictor.records import Observation, Query
-from pipelines.predictor_service import observations_of, serve_predictor
+from pipelines.predictor_service import initial_state, observations_of, serve_predictor
 from storage.errors import UserError
 from storage.history.archive import RolloutArchive
 from storage.records import FinishReason, Group, GroupKey, Prompt, Sample, SamplingParams, Segment, Timings
