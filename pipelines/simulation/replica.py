@@ -130,6 +130,7 @@ class Replica:
             self._remove(youngest, done=False)
             self.use.preemptions += 1
             youngest.shared = False
+            self._ticket += 1
             # Ahead of everything else: it has waited for its slot before.
             insort(self._waiting, (-math.inf, -self._ticket, youngest))
         self._admit()
