@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from pipelines.cluster_commands import cluster_app
+from pipelines.history_commands import history_app
+from pipelines.simulate_command import simulate
 from storage.errors import UserError
 
 USER_ERROR = 2
@@ -26,6 +29,10 @@ Start with [bold]slipstream train[/bold]: it trains a built-in model on a built-
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(history_app, name="history")
+app.add_typer(cluster_app, name="cluster")
+app.command()(simulate)
 
 _RUN_HELP = "Run directory, or its name in runs/; default: the run that changed last."
 Settings = Annotated[
@@ -245,6 +252,40 @@ def bench(
     from pipelines.bench import harness
 
     harness.run_bench(name, json_path, options or ())
+
+
+@app.command("serve-predictor")
+def serve_predictor(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FIELD=VALUE", help="Overrides of the section length_predictor, without its name."),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen at; loopback unless told.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen at.")] = 8000,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="FILE", help="Read the predictor's state from here, and keep it.")
+    ] = None,
+    history: Annotated[
+        str | None, typer.Option("--history", metavar="RUN", help="Learn from the answers of a run first.")
+    ] = None,
+    address: Annotated[str, typer.Option("--address", help="Ray cluster to join; default: a local Ray.")] = "",
+) -> None:
+    """Serve the length predictor over HTTP: POST /predict, POST /observe, GET /healthz, GET /metrics, /docs.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream serve-predictor --history runs/baseline-20250101-120000[/cyan]
+    A predictor that knows the lengths of a run.
+
+    [cyan]curl -s localhost:8000/predict -H 'content-type: application/json' -d '{"prompts": [{"text": "7+5="}]}'[/cyan]
+    """
+    from pipelines import config_loader, predictor_service
+
+    overrides = [f"length_predictor.{text}" for text in settings or ()]
+    options = config_loader.load(overrides).config.length_predictor
+    raise typer.Exit(
+        predictor_service.serve_predictor(options, host=host, port=port, state=state, history=history, address=address)
+    )
 
 
 @app.command()

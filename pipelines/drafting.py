@@ -6,7 +6,7 @@ without history, rollouts decode plainly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pipelines.roles import Roles
@@ -20,16 +20,24 @@ class DraftRequests:
         """Ask the role of ``roles``, whichever lives."""
         self._roles = roles
         self._ahead: tuple[frozenset[int], Any] | None = None
+        self.recorded = 0
+        """Last step whose groups were sent to the role: packs know at least so much."""
 
     @property
     def active(self) -> bool:
         """True when rollouts draft from history."""
         return self._roles.config.speculation.source != "off" and self._roles.history is not None
 
-    def prefetch(self, prompts: Sequence[Prompt]) -> None:
-        """Ask for the pack of prompts that are about to be launched."""
-        if self.active and prompts:
-            self._ahead = frozenset(p.index for p in prompts), self._ask(prompts)
+    def prefetch(self, prompts: Sequence[Prompt], under_way: Collection[int]) -> None:
+        """Ask for the pack of prompts that are about to be launched.
+
+        Not when one of them is among ``under_way``, the rows whose answers are about to be recorded: the pack would
+        lack its latest visit.
+        """
+        self._ahead = None
+        wanted = frozenset(prompt.index for prompt in prompts)
+        if self.active and prompts and wanted.isdisjoint(under_way):
+            self._ahead = wanted, self._ask(prompts)
 
     def packs(self, assignments: Sequence[Assignment]) -> list[Any]:
         """References to the packs that cover some assignments; none for evaluations and without history."""
@@ -44,4 +52,4 @@ class DraftRequests:
 
     def _ask(self, prompts: Sequence[Prompt]) -> Any:
         assert self._roles.history is not None
-        return self._roles.history.actor.pack.remote([prompt.token_ids for prompt in prompts])
+        return self._roles.history.actor.pack.remote([prompt.token_ids for prompt in prompts], self.recorded)

@@ -117,6 +117,29 @@ def verify(run: Run = None) -> None:
         raise typer.Exit(DAMAGED)
 
 
+@history_app.command()
+def forecast(
+    run: Run = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option("--ratio", min=0, help="Cost of one more draft token over a row's share of a pass, measured."),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are decoded at once.")] = 64,
+) -> None:
+    """Predict what each way of drafting would bring, from a run's own answers; needs no model.
+
+    [bold]Example[/bold]
+
+    [cyan]slipstream history forecast runs/baseline-20250101-120000[/cyan]
+    Works for every run that keeps its rollouts, with or without drafts.
+    """
+    from rich.console import Console
+
+    from pipelines import forecast_view
+
+    forecast_view.print_forecast(_find_run(run), Console(), measured_ratio=ratio, max_rows=rows)
+
+
 def _find_run(text: str | None) -> Path:
     """Return a run directory that has a history; raises ``UserError`` otherwise."""
     from pipelines.config import RunOptions

@@ -287,7 +287,8 @@ class Session:
             self.board.arrived("generate")
         generate = max((b - busy_before.get(w, 0.0) for w, b in self._flow.busy_s.items()), default=0.0)
         self._safe_point = None
-        self._drafts.prefetch(self._source.upcoming(self._config.rollout.prompts_per_step))
+        upcoming = self._source.upcoming(self._config.rollout.prompts_per_step)
+        self._drafts.prefetch(upcoming, {key.prompt for key in result.keys})
         header, ref = await self._learn(result)
         published_at = time.perf_counter()
         pause = 0.0
@@ -301,6 +302,7 @@ class Session:
         self._ledger.sync()
         self.step += 1
         await self._archiving.add(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
+        self._drafts.recorded = self.step
         ended = time.perf_counter()
         clock = StepClock(
             step=ended - self._step_began,

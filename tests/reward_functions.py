@@ -32,6 +32,11 @@ def length(prompts, completions, **columns):
     return [float(len(c)) for c in completions]
 
 
+def varied(prompts, completions, **columns):
+    """Differs between siblings, so that every step moves the weights."""
+    return [sum(map(ord, c)) % 7 / 6 for c in completions]
+
+
 def slow(prompts, completions, **columns):
     time.sleep(0.05)
     return [float(len(c)) for c in completions]

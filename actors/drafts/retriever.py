@@ -92,6 +92,9 @@ class DraftRetriever:
                 [prompt for prompt, _ in past.values()],
                 generation=self._generation,
                 recency=self._options.recency,
+                index=None if self._options.source == "previous_epoch" else self._options.index,
+                order=self._options.order,
+                heat_half_life=self._options.heat_half_life,
                 shared=self._shared_answers(unseen),
                 indexes={key: index for key, (_, index) in past.items() if index is not None},
             )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OBSERVE_WAIT_S = 10.0
+
 CONCURRENCY_GROUPS = {"work": 1, "packs": 1, "control": 2}
 
 
@@ -54,6 +56,8 @@ class DraftRetrievalWorker:
         self._sampling = sampling
         self._retriever: DraftRetriever | None = None
         self._ready = threading.Event()
+        self._news = threading.Condition()
+        self._observed = 0
         if history is None:
             self._ready.set()
             return
@@ -86,6 +90,9 @@ class DraftRetrievalWorker:
             self._ready.wait()
             if self._retriever is not None and envelope.split == TRAIN_SPLIT:
                 self._retriever.observe(envelope.step, groups, sampling)
+                with self._news:
+                    self._observed = envelope.step
+                    self._news.notify_all()
             yield (envelope.split, envelope.step)
             yield None
         reader.close()
@@ -93,10 +100,17 @@ class DraftRetrievalWorker:
             self._retriever.close()
 
     @ray.method(concurrency_group="packs")  # type: ignore[untyped-decorator]
-    def pack(self, prompts: list[Int32Array]) -> DraftPack | None:
-        """Return the drafts for some prompts; None when no history is kept."""
+    def pack(self, prompts: list[Int32Array], after_step: int) -> DraftPack | None:
+        """Return the drafts for some prompts; None when no history is kept.
+
+        Waits a little for the groups of ``after_step``, which may still be in the queue.
+        """
         self._ready.wait()
-        return None if self._retriever is None else self._retriever.pack(prompts)
+        if self._retriever is None:
+            return None
+        with self._news:
+            self._news.wait_for(lambda: self._observed >= after_step, _OBSERVE_WAIT_S)
+        return self._retriever.pack(prompts)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def health(self) -> dict[str, float]:

@@ -374,8 +374,10 @@ def _draft_source(options: SpeculationOptions, version: int) -> HistoryDrafts | 
     """Make the draft source; its kernels are loaded only where they are used."""
     if options.source == "off":
         return None
+    from actors.rollout.draft_warm_up import warm_up
     from actors.rollout.history_drafts import HistoryDrafts
 
+    warm_up(options)
     drafts = HistoryDrafts(options)
     drafts.version = version
     return drafts

@@ -86,6 +86,7 @@ def test_killed_learner_ends_the_run_with_a_way_to_go_on(ray_session, random_lla
 def test_killed_history_costs_the_archive_and_not_the_run(ray_session, random_llama, tmp_path):
     config = small_config(
         random_llama, tmp_path, "kill-history", "run.steps=4", "rollout.max_tokens=60", "rollout.max_rows=2",
+        "speculation.source=history",
     )  # fmt: skip
     killer = Killer("kill-history", "history")
     killer.start()

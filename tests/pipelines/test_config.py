@@ -383,13 +383,22 @@ def test_numbers_are_numbers_for_other_readers_of_yaml_too() -> None:
     assert yaml.safe_load(to_yaml(Config()))["learner"]["adam_eps"] == 1e-8
 
 
+# What a preset warns of by its nature, not by mistake.
+_LABELS = {"specrl": "biases the samples"}
+_SHORT_RUN = "visits its"  # smollm2's short default run sees each prompt once
+
+
 def test_every_shipped_preset_is_valid_with_every_model() -> None:
     assert "baseline" in preset_names()
     for name in preset_names():
         for model in {"tiny", *profile_names()}:
             resolved = load([name, f"model={model}"])
             assert resolved.config.model.path == model
-            assert resolved.config.warnings() == [], name
+            left = [w for w in resolved.config.warnings() if _SHORT_RUN not in w or model == "tiny"]
+            if name in _LABELS:
+                assert any(_LABELS[name] in warning for warning in left)
+                left = [warning for warning in left if _LABELS[name] not in warning]
+            assert left == [], name
 
 
 # -- resume and evaluation --------------------------------------------------------------------------------------------
