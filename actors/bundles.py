@@ -21,6 +21,7 @@ class BundleHeader:
         items: One header per sample.
         worker: Who yields it.
         busy_s: Seconds this worker's engine has been busy since it started.
+        passes: Engine steps since then; row_passes: rows that emitted tokens, summed over them.
         version: Version that the worker's engine is on.
         drafts: What the worker's draft source counts (see ``HistoryDrafts.metrics``); empty without one.
     """
@@ -30,6 +31,8 @@ class BundleHeader:
     busy_s: float
     version: int
     drafts: Mapping[str, float] = field(default_factory=dict)
+    passes: int = 0
+    row_passes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from actors.rollout.engine import SwapMode
 from pipelines.drafting import DraftRequests
 from pipelines.faults import brief, user_error
 from pipelines.roles import Role, Roles
+from pipelines.utilisation import EngineLoad
 from storage.records import Assignment, GroupKey, SampleHeader
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class SampleFlow:
 
     Attributes:
         events: What happened to samples, in order.
-        busy_s: Seconds that the engine of each worker has been busy, by name.
+        loads: What the engine of each worker has done, by name.
         draft_metrics: What each worker's draft source counts, by name.
         generated: Tokens written since the start; dropped: those of them that will never be trained.
         crashes: Workers that died.
@@ -112,7 +113,7 @@ class SampleFlow:
         self._calls = 0
         self._closed = False
         self.events: asyncio.Queue[SampleDone] = asyncio.Queue()
-        self.busy_s: dict[str, float] = {}
+        self.loads: dict[str, EngineLoad] = {}
         self.draft_metrics: dict[str, Mapping[str, float]] = {}
         self.generated = 0
         self.dropped = 0
@@ -291,7 +292,7 @@ class SampleFlow:
         try:
             stream = role.actor.generate.options(num_returns="streaming", name=f"generate[{role.name}]").remote(call)
             async for header, ref in pairs(stream):
-                self.busy_s[header.worker] = header.busy_s
+                self.loads[header.worker] = EngineLoad(header.busy_s, header.passes, header.row_passes)
                 if header.drafts:
                     self.draft_metrics[header.worker] = header.drafts
                 self._fruitless.pop(f"rollout-{worker}", None)

@@ -78,6 +78,14 @@ METRICS: Mapping[str, Metric] = {
     "rollout/acceptance": Metric("Draft tokens accepted of those verified", "share", "above 0.5 with speculation on"),
     "rollout/tokens_per_pass": Metric("Tokens emitted per forward pass and answer", "tokens", "1 without speculation"),
     "rollout/busy_share": Metric("Engine time of the busiest worker over the step", "share", "above 0.5"),
+    "rollout/utilisation": Metric("Engine time over rollout.workers times the step", "share", "above 0.5"),
+    "rollout/slot_bubble": Metric(
+        "Slots that wrote nothing, of rollout.max_rows slots in every forward pass", "share", "below 0.5"
+    ),
+    "rollout/replica_idle": Metric(
+        "Idle time of the workers until the busiest one is done, of all workers times its time", "share", "below 0.2"
+    ),
+    "rollout/tail_s": Metric("From the time when 80 % of the trained answers were written to the last of them", "s"),
     # Drafts from history
     "speculation/drafted/<source>": Metric("Draft tokens verified in the step, by where they came from", "tokens"),
     "speculation/accepted/<source>": Metric("Draft tokens accepted in the step, by where they came from", "tokens"),

@@ -33,6 +33,7 @@ from pipelines.speculation_metrics import bias_metrics, speculation_metrics
 from pipelines.status import State, StatusBoard
 from pipelines.step_metrics import StepClock, is_correct, step_metrics
 from pipelines.streaming import StreamRunner
+from pipelines.utilisation import gained, utilisation_metrics
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
@@ -275,7 +276,7 @@ class Session:
     async def _one_step(self) -> None:
         self._enter("generating")
         self.board.start_step()
-        busy_before, drafts_before = dict(self._flow.busy_s), dict(self._flow.draft_metrics)
+        loads_before, drafts_before = dict(self._flow.loads), dict(self._flow.draft_metrics)
         version = self._published_version
         self.board.wait("generate", "rollout workers")  # the watchdog looks after each of them
         try:
@@ -285,7 +286,8 @@ class Session:
             raise
         finally:
             self.board.arrived("generate")
-        generate = max((b - busy_before.get(w, 0.0) for w, b in self._flow.busy_s.items()), default=0.0)
+        loads = gained(loads_before, self._flow.loads)
+        generate = max((load.busy_s for load in loads.values()), default=0.0)
         self._safe_point = None
         upcoming = self._source.upcoming(self._config.rollout.prompts_per_step)
         self._drafts.prefetch(upcoming, {key.prompt for key in result.keys})
@@ -312,8 +314,15 @@ class Session:
             pause=pause,
         )
         self._step_began = ended
-        drafts = speculation_metrics(drafts_before, self._flow.draft_metrics) | bias_metrics(result.headers.values())
-        self._report(result, clock, header, version, drafts)
+        further = speculation_metrics(drafts_before, self._flow.draft_metrics) | bias_metrics(result.headers.values())
+        further |= utilisation_metrics(
+            loads,
+            [h for headers in result.headers.values() for h in headers],
+            workers=self._config.rollout.workers,
+            slots=self._config.rollout.max_rows,
+            step_s=clock.step,
+        )
+        self._report(result, clock, header, version, further)
 
     async def _publish(self) -> float:
         """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
@@ -343,7 +352,7 @@ class Session:
         clock: StepClock,
         header: LearnerHeader,
         version: int,
-        drafts: Mapping[str, float],
+        further: Mapping[str, float],
     ) -> None:
         config = self._config
         metrics = step_metrics(
@@ -356,7 +365,7 @@ class Session:
             correct_at=config.evaluation.correct_at,
         )
         epoch = self._source.progress
-        metrics |= {**drafts, **self._rounds.forecasts.metrics()}
+        metrics |= {**further, **self._rounds.forecasts.metrics()}
         for text in header.alarms:
             self.board.alarm(f"step {self.step}: {text}")
         metrics |= {"progress/epoch": epoch, "faults/crashes": float(self._flow.crashes)}

@@ -33,6 +33,7 @@ class LoopStats:
 
     Attributes:
         steps: Engine steps.
+        row_passes: Rows that emitted tokens, summed over the steps.
         emitted: Tokens emitted.
         tokens: Tokens in forward passes, prefill and drafts included.
         drafted: Draft tokens verified; accepted: draft tokens accepted.
@@ -45,6 +46,7 @@ class LoopStats:
     """
 
     steps: int
+    row_passes: int
     emitted: int
     tokens: int
     drafted: int
@@ -69,6 +71,7 @@ class EngineLoop:
         self._stopped = False
         self._ended = threading.Event()
         self._steps = self._emitted = self._tokens = self._drafted = self._accepted = 0
+        self._row_passes = 0
         self._busy_s = self._swap_s = 0.0
         self._last_progress = time.time()
         self._failure: BaseException | None = None
@@ -118,6 +121,7 @@ class EngineLoop:
         """Return the counters; never waits for the engine."""
         return LoopStats(
             steps=self._steps,
+            row_passes=self._row_passes,
             emitted=self._emitted,
             tokens=self._tokens,
             drafted=self._drafted,
@@ -149,6 +153,7 @@ class EngineLoop:
 
     def _observe(self, stats: StepStats) -> None:
         self._steps += 1
+        self._row_passes += stats.rows
         self._emitted += stats.emitted
         self._tokens += stats.tokens
         self._drafted += stats.drafted

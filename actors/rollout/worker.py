@@ -124,6 +124,8 @@ class RolloutWorker:
                 items=tuple(SampleHeader.of(sample, attempts[sample.key]) for sample in samples),
                 worker=self._name,
                 busy_s=stats.busy_s,
+                passes=stats.steps,
+                row_passes=stats.row_passes,
                 version=stats.version,
                 drafts={} if self._drafts is None else self._drafts.metrics(),
             )
