@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Protocol
@@ -49,6 +49,8 @@ class LogNormalLengths:
         cap: Longest answer in tokens; longer ones are truncated there.
         prompt_share: Share of the variance that belongs to the prompt.
         drift_share: Share that changes with the epoch; the rest is sampling.
+        runaway_share: Share of answers that never stop and run into the cap.
+        runaway_prompts: Share of prompts that such answers are confined to.
         correlation: Correlation of the predictor with the prompt effect: 1 is an oracle of it, 0 a silent predictor.
         seed: Seed of everything.
     """
@@ -58,6 +60,8 @@ class LogNormalLengths:
     cap: int = 16_384
     prompt_share: float = 0.65
     drift_share: float = 0.07
+    runaway_share: float = 0.0
+    runaway_prompts: float = 1.0
     correlation: float = 0.0
     seed: int = 0
 
@@ -71,6 +75,11 @@ class LogNormalLengths:
             raise UserError(
                 "the shares of prompts and drift in the variance of lengths must lie in [0, 1], and their sum too"
             )
+        if not 0 <= self.runaway_share <= self.runaway_prompts <= 1:
+            raise UserError(
+                f"the share of runaway answers ({self.runaway_share:g}) must lie between 0 and the share of prompts "
+                f"that have any ({self.runaway_prompts:g}), which is at most 1"
+            )
         if not 0 <= self.correlation <= 1:
             raise UserError(f"the correlation of the predictor must lie in [0, 1], not {self.correlation:g}")
 
@@ -83,15 +92,7 @@ class LogNormalLengths:
     def with_long_share(cls, share: float, *, multiple: float = 4.0, base: LogNormalLengths) -> LogNormalLengths:
         """The law with the median of ``base`` in which ``share`` of the answers exceed ``multiple`` medians."""
         sigma = math.log(multiple) / _NORMAL.inv_cdf(1.0 - share)
-        return cls(
-            p50=base.p50,
-            p90=base.p50 * math.exp(_Z90 * sigma),
-            cap=base.cap,
-            prompt_share=base.prompt_share,
-            drift_share=base.drift_share,
-            correlation=base.correlation,
-            seed=base.seed,
-        )
+        return replace(base, p90=base.p50 * math.exp(_Z90 * sigma))
 
     def draw(self, key: GroupKey, attempt: int, samples: int) -> Int64Array:
         """As in the protocol."""
@@ -104,7 +105,10 @@ class LogNormalLengths:
             + sigma * math.sqrt(self.drift_share) * self._drift(key)
             + sigma * sampling * rng.standard_normal(samples)
         )
-        return np.clip(np.ceil(np.exp(log_length)), 1, self.cap).astype(np.int64)
+        lengths = np.clip(np.ceil(np.exp(log_length)), 1, self.cap).astype(np.int64)
+        if self.runaway_share and self._runs_away(key.prompt):
+            lengths[rng.random(samples) < self.runaway_share / self.runaway_prompts] = self.cap
+        return lengths
 
     def forecast(self, key: GroupKey, samples: int) -> Prediction | None:
         """As in the protocol; from the law itself, given what the predictor sees of the prompt."""
@@ -120,14 +124,18 @@ class LogNormalLengths:
     def describe(self) -> str:
         """As in the protocol."""
         predictor = f"predictor correlation {self.correlation:g}" if self.correlation else "predictor silent"
+        runaways = f"{self.runaway_share:.1%} runaways, " if self.runaway_share else ""
         return (
             f"log-normal lengths, P50 {self.p50:,.0f}, P90 {self.p90:,.0f}, cap {self.cap:,}, prompt share "
-            f"{self.prompt_share:g}, {predictor}"
+            f"{self.prompt_share:g}, {runaways}{predictor}"
         )
 
     def _prompt_effect(self, prompt: int) -> tuple[float, float]:
         effect, noise = np.random.default_rng((self.seed, 0, prompt)).standard_normal(2)
         return float(effect), float(noise)
+
+    def _runs_away(self, prompt: int) -> bool:
+        return bool(np.random.default_rng((self.seed, 4, prompt)).random() < self.runaway_prompts)
 
     def _drift(self, key: GroupKey) -> float:
         return float(np.random.default_rng((self.seed, 2, key.prompt, key.epoch)).standard_normal())

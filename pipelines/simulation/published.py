@@ -29,6 +29,10 @@ FIGURE_11: dict[tuple[float, float], tuple[float, float, float]] = {
     (1.25, 1.25): (47, 88, 170),
 }
 AGREEMENT = 1.3
+# RollPacker gives P75 and longest-to-median (25 to 32) of its lengths, which set P50 and P90 here. The last three
+# numbers are fitted to figure 11: only answers that never stop, and come in clusters, explain why small over-launches
+# bring nothing at long caps. Agreement shows that the simulator can express the figure; it confirms nothing.
+FITTED = LogNormalLengths(p50=600.0, p90=2130.0, prompt_share=0.5, runaway_share=0.03, runaway_prompts=0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +60,14 @@ def compare_with_figure_11(
     steps: int = 18,
     seed: int = 0,
 ) -> Iterator[Comparison]:
-    """Simulate figure 11 with the default law of lengths at each cap; yields a comparison for each over-launch.
+    """Simulate figure 11 with :data:`FITTED` at each cap; yields a comparison for each over-launch.
 
     The paper's lengths are not public, so one law stands for all three models. ``steps`` should hold whole periods of
     all settings (9, 5 and 3 steps), or about that.
     """
     workload = Workload(prompts_per_step=prompts_per_step, prompts=prompts_per_step * steps, seed=seed)
     for cap in caps:
-        lengths = replace(LogNormalLengths(seed=seed), cap=cap)
+        lengths = replace(FITTED, seed=seed, cap=cap)
         seconds = {
             setting: simulate_case(_case(*setting), cluster, lengths, workload).summary.rollout_s_per_group
             for setting in FIGURE_11

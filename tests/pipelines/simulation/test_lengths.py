@@ -67,9 +67,17 @@ def test_the_share_of_long_answers_can_be_set(share):
     assert (lengths > 4 * 1160).mean() == pytest.approx(share, abs=0.015)
 
 
+def test_runaway_answers_come_in_clusters_and_run_into_the_cap():
+    lengths = draws(LogNormalLengths(cap=10**8, runaway_share=0.03, runaway_prompts=0.2))
+    away = lengths == 10**8
+    assert away.mean() == pytest.approx(0.03, abs=0.005)
+    assert away.any(axis=1).mean() == pytest.approx(0.2 * (1 - 0.85**8), abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"runaway_share": 0.3, "runaway_prompts": 0.2}, "share of runaway answers"),
         ({"p50": 5000.0}, "P50 <= P90"),
         ({"cap": 0}, "cap of at least 1"),
         ({"prompt_share": 0.99}, r"must lie in \[0, 1\]"),
