@@ -83,6 +83,6 @@ def _explain(misfits: list[Comparison]) -> str:
     prompts = sum(1 for c in misfits if c.prompts > 1 and c.samples == 1)
     both = len(misfits) - samples - prompts
     return (
-        f"Misfits: {samples} where samples alone are raced (at 1.5 the paper gains more, as if all of its runaways were "
-        f"cut off there), {prompts} where prompts alone are, {both} where both are."
+        f"Misfits: {samples} where samples alone are raced (at 1.5 the paper gains more, as if all of its runaways "
+        f"were cut off there), {prompts} where prompts alone are, {both} where both are."
     )
