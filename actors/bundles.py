@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from storage.records import Assignment, Float32Array, GroupKey, Prompt, Sample, SampleHeader, WeightsManifest
+from actors.drafts.options import GateMode
+from storage.records import (
+    Assignment,
+    Float32Array,
+    GroupKey,
+    Prompt,
+    Sample,
+    SampleHeader,
+    SamplingParams,
+    WeightsManifest,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +94,8 @@ class Call:
     resumptions: tuple[Resumption, ...] = ()
     packs: tuple[Any, ...] = ()
     row_limit: int = 0
+        drafts: Whether its rows may be drafted for; gate: which rule decides whether drafts pay. Both hold for the
+            worker from here on, and need no call of their own, which a successor of the worker would miss.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +103,28 @@ class GroupEnvelope:
     """Where the samples of one complete group lie.
 
     Attributes:
+    drafts: bool = True
+    gate: GateMode = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt of a person who watches, to be answered by the current policy; no part of the training.
+
+    Attributes:
+        prompt: Text, or chat messages with ``role`` and ``content``.
+        requests: Identity of each answer's request, which also keys its noise; no training sample has one of them.
+        sampling: How to draw.
+        chat_template, system_prompt: How the run renders its prompts.
+        deadline_s: Longest time that it may take.
+    """
+
+    prompt: str | Sequence[Mapping[str, str]]
+    requests: tuple[int, ...]
+    sampling: SamplingParams
+    chat_template: bool | None
+    system_prompt: str
+    deadline_s: float
         key: Ledger key.
         places: For each sibling in index order, (position in ``refs``, position in that bundle).
         refs: References to scored bundles.
@@ -114,6 +148,13 @@ class SaveEnvelope:
     """Tells the learner to write its components under ``directory``."""
 
     directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateEnvelope:
+    """Tells the learner its peak learning rate from the next step on; nothing is answered."""
+
+    learning_rate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,15 @@ class DraftRequests:
         """Ask the role of ``roles``, whichever lives."""
         self._roles = roles
         self._ahead: tuple[frozenset[int], Any] | None = None
+        self.on = True
+        """False while drafts are switched off; packs are then not asked for, and workers do not draft."""
         self.recorded = 0
         """Last step whose groups were sent to the role: packs know at least so much."""
 
     @property
     def active(self) -> bool:
         """True when rollouts draft from history."""
-        return self._roles.config.speculation.source != "off" and self._roles.history is not None
+        return self.on and self._roles.config.speculation.source != "off" and self._roles.history is not None
 
     def prefetch(self, prompts: Sequence[Prompt], under_way: Collection[int]) -> None:
         """Ask for the pack of prompts that are about to be launched.

@@ -168,6 +168,8 @@ class SampleFlow:
         self._spawn(self._generate(worker, call))
 
     def outstanding(self, stage: Stage) -> int:
+            drafts=self._drafts.on,
+            gate=self._roles.config.speculation.gate,
         """Number of samples in a stage."""
         return sum(lease.stage == stage for lease in self._leases.values())
 

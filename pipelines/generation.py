@@ -33,22 +33,15 @@ def make_runner(
 ) -> RoundRunner:
     """Make the runner of the configured pipeline; ``state`` is what a checkpoint holds of it."""
     stream = config.asynchrony.pipeline == "stream"
-    bound = config.asynchrony.max_staleness
-    filters = config.algorithm.filters_zero_variance
     policy: SchedulePolicy
     if stream:
         policy = StreamAdmission(
-            max_staleness=bound,
+            max_staleness=config.asynchrony.max_staleness,
             samples_per_prompt=config.rollout.samples_per_prompt,
-            dynamic_sampling=filters,
+            dynamic_sampling=config.algorithm.filters_zero_variance,
         )
     else:
-        policy = build_policy(
-            config.schedule,
-            max_staleness=bound,
-            dynamic_sampling=filters,
-            max_refills=config.algorithm.max_refills,
-        )
+        policy = _rounds_policy(config)
     runner = (StreamRunner if stream else RoundRunner)(
         config=config,
         data=data,
@@ -67,7 +60,25 @@ def make_runner(
 
 def swap_mode(config: Config) -> SwapMode:
     """Return what becomes of answers that are being written when new weights arrive."""
+async def change_rules(runner: RoundRunner, config: Config) -> None:
+    """Have a runner go on under the launching rules of ``config``, between two steps."""
+    runner.config = config
+    if isinstance(runner, StreamRunner):
+        await runner.lower_bound(config.asynchrony.max_staleness)
+    else:  # policies keep no state between rounds
+        runner.policy = _rounds_policy(config)
+
+
     asynchrony = config.asynchrony
     if asynchrony.partial == "off":
         return "drain"  # an answer is written by one version
     return asynchrony.on_interrupt
+
+
+def _rounds_policy(config: Config) -> SchedulePolicy:
+    return build_policy(
+        config.schedule,
+        max_staleness=config.asynchrony.max_staleness,
+        dynamic_sampling=config.algorithm.filters_zero_variance,
+        max_refills=config.algorithm.max_refills,
+    )

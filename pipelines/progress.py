@@ -35,12 +35,13 @@ _DOING = {
     "training": "training",
     "publishing": "publishing weights",
     "checkpointing": "writing a checkpoint",
+    "paused": "paused",
     "finished": "finished",
     "failed": "failed",
     "stopped": "stopped",
 }
 _ZERO_IS_NORMAL = frozenset(("rollout/truncated_share", "reward/error_share", "staleness/mean", "waste/share"))
-_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
+_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "paused": "bold yellow"}
 
 
 class LiveView:

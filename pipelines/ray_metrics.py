@@ -28,6 +28,7 @@ WAITS = (
     "checkpoint",
     "evaluate",
     "history queue",
+    "resume",
     OTHER,
 )
 REASONS = ("reward_error", "reward_timeout", "generation", "worker_lost", "payload_lost", "stall", OTHER)

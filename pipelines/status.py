@@ -28,6 +28,7 @@ State = Literal[
     "training",
     "publishing",
     "checkpointing",
+    "paused",
     "finished",
     "failed",
     "stopped",
@@ -253,6 +254,10 @@ class StatusBoard:
         self._step_started = self._clock()
         self._change(samples_done=0, samples_launched=0)
 
+    def plan_evaluations(self, every: int) -> None:
+        """Take note that evaluations now come every so many steps."""
+        self._every = every
+
     def progress(self, done: int, launched: int) -> None:
         """Say how many of the answers in progress are finished."""
         self._change(samples_done=done, samples_launched=launched)
@@ -310,7 +315,7 @@ class StatusBoard:
         status = self._status
         waits = [
             Wait(label=label, who=who, seconds=max(0.0, now - since), deadline_s=deadline)
-            for label, (who, since, deadline) in self._waits.items()
+            for label, (who, since, deadline) in list(self._waits.items())  # asked for from another thread
         ]
         eta = None
         if not status.terminal:

@@ -117,6 +117,13 @@ class StreamRunner(RoundRunner):
         await self._age(version)
         self.flow.events.put_nowait(_WAKE)
 
+    async def lower_bound(self, max_staleness: int) -> None:
+        """Admit and train nothing older than ``max_staleness`` from here on; what is too old already begins anew."""
+        async with self._busy:
+            self._max_staleness = self._admission.max_staleness = max_staleness
+            await self._age(self._books.state.version, unfinished=True)
+        self.flow.events.put_nowait(_WAKE)
+
     def state(self) -> dict[str, Any]:
         """As the round runner's; groups under way begin anew after a resume."""
         state = super().state()
@@ -200,13 +207,13 @@ class StreamRunner(RoundRunner):
             return True
         return bool(self._ready) and super().exhausted and len(self._ready) == len(state.groups)
 
-    async def _age(self, version: int) -> None:
-        """Give up what is too old for the step at ``version``, as configured."""
+    async def _age(self, version: int, *, unfinished: bool = False) -> None:
+        """Give up what is too old for the step at ``version``, as configured; groups still written only on demand."""
         policy = self.config.asynchrony.on_stale
         if policy in ("accept", "decay"):
             return
         stale = [g.key for g in self._ready.values() if version - g.oldest_version > self._max_staleness]
-        if policy == "cancel_early":
+        if policy == "cancel_early" or unfinished:
             stale += [key for key, floor in self._floors.items() if version - floor > self._max_staleness]
         if not stale:
             return

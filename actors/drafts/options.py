@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+GateMode = Literal["auto", "acceptance", "always"]
+
 
 class SpeculationOptions(BaseModel):
     """Drafts that rollouts take from their own history.
@@ -77,7 +79,7 @@ class SpeculationOptions(BaseModel):
         gt=0,
         description="Visits after which an entry of index levels counts half (frequency order). Unit: visits.",
     )
-    gate: Literal["auto", "acceptance", "always"] = Field(
+    gate: GateMode = Field(
         "auto",
         description="auto: drafts stop while they cost more than they bring, and are probed again; acceptance: they "
         "stop while less than acceptance_floor of them is accepted; always: never stop.",

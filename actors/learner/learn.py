@@ -21,6 +21,7 @@ __all__ = [
     "LearnerEvent",
     "Save",
     "Saved",
+    "SetLearningRate",
     "StepReport",
     "Stop",
     "TrainBatch",
@@ -47,12 +48,19 @@ class Save:
     path: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetLearningRate:
+    """Take another peak learning rate from the next batch on; the only command without an event."""
+
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop."""
 
 
-Command = TrainBatch | Save | Stop
+Command = TrainBatch | SetLearningRate | Save | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +97,7 @@ class LearnerChannel(Protocol):
 
 
 def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
-    """Carry out commands until :class:`Stop`, one event per command, in order.
+    """Carry out commands until :class:`Stop`, one event per batch and per save, in order.
 
     Pull-based: the next command is received only when the caller asks for the next event, so a slow consumer of weights
     holds the learner back instead of piling up snapshots.
@@ -102,6 +110,8 @@ def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
             learner.save_model(Path(command.path) / MODEL_COMPONENT)
             learner.save(Path(command.path) / TRAINER_COMPONENT)
             yield Saved(path=command.path)
+        elif isinstance(command, SetLearningRate):
+            learner.set_learning_rate(command.value)
         else:
             return
 

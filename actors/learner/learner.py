@@ -204,6 +204,10 @@ class Learner:
             alarms=tuple(self._alarms(step, dealt, verdict, len(updates) - len(applied))),
         )
 
+    def set_learning_rate(self, value: float) -> None:
+        """Take another peak learning rate from the next update on; warm-up and decay go on from where they are."""
+        self._optimiser.set_peak(value)
+
     def save(self, directory: str | Path) -> None:
         """Write everything but the policy's weights: optimiser, schedule, version, random states, reference, snapshot.
 

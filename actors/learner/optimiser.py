@@ -70,6 +70,10 @@ class Optimiser:
             fused=True,
         )
 
+    def set_peak(self, rate: float) -> None:
+        """Change the peak of the learning-rate schedule from the next update on."""
+        self._options = self._options.model_copy(update={"learning_rate": rate})
+
     def step(self) -> Update:
         """Clip the accumulated gradients, update the weights and drop the gradients.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.bundles import LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
+from actors.bundles import LearnerHeader, RateEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
 from actors.channels import QueueReader, fetch_groups
 from actors.learner.asynchrony_options import AsynchronyOptions
 from actors.learner.options import AlgorithmOptions, LearnerOptions
@@ -32,7 +32,7 @@ class _QueueChannel:
         self.received = 0.0
 
     def receive(self) -> Command:
-        from actors.learner.learn import Save, Stop, TrainBatch
+        from actors.learner.learn import Save, SetLearningRate, Stop, TrainBatch
 
         while True:
             envelope = self._reader.get()
@@ -40,6 +40,8 @@ class _QueueChannel:
                 groups = tuple(fetch_groups(envelope.groups))
                 self.received = time.perf_counter()
                 return TrainBatch(step=envelope.step, groups=groups)
+            if isinstance(envelope, RateEnvelope):
+                return SetLearningRate(value=envelope.learning_rate)
             if isinstance(envelope, SaveEnvelope):
                 return Save(path=envelope.directory)
             if isinstance(envelope, StopEnvelope):

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from actors.drafts.options import GateMode
 from actors.rollout.draft_cost import PassCost
 from actors.rollout.engine import StepStats
 
-GateMode = Literal["auto", "acceptance", "always"]
 GateState = Literal["probing", "open", "closed"]
 
 CLOSE_BELOW = 0.97
@@ -49,20 +49,29 @@ class DraftGate:
 
     def __init__(self, mode: GateMode, acceptance_floor: float = 0.7) -> None:
         """Begin with a probe, or open for good with mode ``always``."""
-        self.state: GateState = "open" if mode == "always" else "probing"
         self.predicted = 1.0
         self.changes = 0
-        self._mode = mode
         self._floor = acceptance_floor
+        self._passes = 0
+        self.switch(mode)
+
+    def switch(self, mode: GateMode) -> None:
+        """Go by another rule from the next pass on, with nothing measured yet."""
+        self.state: GateState = "open" if mode == "always" else "probing"
+        self._mode = mode
         self._reason = "always open" if mode == "always" else "on: trying drafts out"
         self._wait = FIRST_WAIT
         self._closed_for = 0
         self._learning = LEARNING_PASSES if mode == "auto" else 0
         self._probed = -self._learning
         self._idle = 0
-        self._passes = 0
         self._with = self._without = 0.0
         self._drafted = self._accepted = 0.0
+
+    @property
+    def mode(self) -> GateMode:
+        """The rule that it goes by."""
+        return self._mode
 
     @property
     def reason(self) -> str:

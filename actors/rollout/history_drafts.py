@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actors.drafts.options import SpeculationOptions
+from actors.drafts.options import GateMode, SpeculationOptions
 from actors.drafts.pack import PROMPT_TAIL, SHARED_KEY, DraftPack
 from actors.rollout.draft_calibration import SOURCES, Calibration
 from actors.rollout.draft_cost import CostFit, PassCost
@@ -22,7 +22,7 @@ from actors.rollout.draft_lengths import AimdLengths, CalibratedLengths, FixedLe
 from actors.rollout.engine import Drafts, Request, RunningRows, StepStats
 from actors.rollout.lenient_reuse import LenientReuse
 from actors.rollout.live_rows import LiveRows
-from actors.rollout.pack_shelf import PackShelf
+from actors.rollout.pack_shelf import Binding, PackShelf
 from actors.rollout.row_sources import PROMPT, SHARED, Candidates, IndexedRows, PreviousRows, grown
 from actors.rollout.table_rows import TableRows
 from storage.history.index.compiled import compiled
@@ -38,8 +38,8 @@ _MOST_WEIGHT = 2.0
 class HistoryDrafts:
     """A :class:`actors.rollout.engine.DraftSource`; ``on_step`` is to be an observer of the same engine.
 
-    ``add_pack``, ``register``, ``release``, ``reused`` and ``reused_tokens`` may be called from any thread, everything
-    else from the thread that decodes; ``metrics`` and ``gate_reason`` only read numbers.
+    ``add_pack``, ``register``, ``release``, ``switch``, ``reused`` and ``reused_tokens`` may be called from any thread,
+    everything else from the thread that decodes; ``metrics`` and ``gate_reason`` only read numbers.
 
     Attributes:
         version: Version of the active weights, set by the owner; it decides which answers are too old to reuse.
@@ -70,6 +70,7 @@ class HistoryDrafts:
         self._known_cost = cost
         self._fit = CostFit()
         self._gate = DraftGate(options.gate, options.acceptance_floor)
+        self._wanted: tuple[bool, GateMode] = (True, options.gate)
         self._rule = rule or _rule(options, self.calibration)
         indexed = options.source in ("history", "hybrid")
         self._follows_previous = options.source in ("previous_epoch", "hybrid")
@@ -99,6 +100,10 @@ class HistoryDrafts:
         """Say which sample slot of which prompt a request writes; before it is submitted, also when it is resumed."""
         self._shelf.register(request_id, prompt_hash, sample)
 
+    def switch(self, on: bool, gate: GateMode) -> None:
+        """Draft or not from the next pass on, and by which rule; off, previous answers are not reused either."""
+        self._wanted = on, gate
+
     def release(self, request_id: int) -> None:
         """Forget a request that is done; ask :meth:`reused` before."""
         self._shelf.release(request_id)
@@ -114,7 +119,7 @@ class HistoryDrafts:
     @property
     def gate_reason(self) -> str:
         """Why drafts are on or off, for people."""
-        return self._gate.reason
+        return self._gate.reason if self._wanted[0] else "off: switched off while the run goes on"
 
     @property
     def cost(self) -> PassCost | None:
@@ -146,7 +151,7 @@ class HistoryDrafts:
                 self._table_rows.open(handle, table)
                 found = True
             at = pack.previous.find(binding.key, binding.sample) if self._follows_previous else -1
-            reuse = at >= 0 and self._reuse is not None and self._reuse.open(handle, request, binding, at, self.version)
+            reuse = at >= 0 and self._wanted[0] and self._reuses(handle, request, binding, at)
             if at >= 0 and (self._follows_index or not reuse):
                 self._previous_rows.open(handle, pack.previous, at, prompt)
                 found = True
@@ -243,8 +248,11 @@ class HistoryDrafts:
     def _propose(self, rows: RunningRows) -> Drafts:
         count = len(rows.handles)
         none = Drafts(np.zeros((count, 0), np.int32), np.zeros(count, np.int64))
+        on, gate = self._wanted
+        if gate != self._gate.mode:
+            self._gate.switch(gate)
         cost = self.cost
-        if cost is None or not self._anything() or not self._gate.admit():
+        if not on or cost is None or not self._anything() or not self._gate.admit():
             return none
         limits = self._rule.limits(rows)
         width = max(int(limits.max(initial=0)), 1)
@@ -276,6 +284,9 @@ class HistoryDrafts:
             tokens,
         )
         return Drafts(tokens, budget.lengths)
+
+    def _reuses(self, handle: int, request: Request, binding: Binding, at: int) -> bool:
+        return self._reuse is not None and self._reuse.open(handle, request, binding, at, self.version)
 
     def _anything(self) -> bool:
         sources = (self._prompt_rows, self._table_rows, self._previous_rows, self._shared_rows, self._live_rows)

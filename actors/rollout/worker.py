@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.bundles import Bundle, BundleHeader, Call, bundles_of
+from actors.bundles import Bundle, BundleHeader, Call, Question, bundles_of
 from actors.drafts.options import SpeculationOptions
 from actors.rollout.engine import Completion, Request, RolloutEngine, SwapMode
 from actors.rollout.engine_loop import EngineLoop
@@ -42,7 +42,7 @@ _LATE_PACK_S = 120.0
 _DRAIN_POLL_S = 0.02
 _MOST_REVOKED = 1024
 
-CONCURRENCY_GROUPS = {"work": 16, "control": 4}
+CONCURRENCY_GROUPS = {"work": 16, "control": 4, "questions": 2}
 
 
 class RolloutWorker:
@@ -68,6 +68,7 @@ class RolloutWorker:
 
         self._name = name
         self._options = options
+        self._max_length = max_length
         self._tokenizer = load_tokenizer(model_path)
         self._speculation = speculation
         self._drafts = _draft_source(speculation, version)
@@ -104,6 +105,8 @@ class RolloutWorker:
         Streaming: the caller owns what is yielded, so finished samples outlive this actor. Samples that are stopped or
         that use up their stay come back with finish reason ``abort`` and go on with a later call.
         """
+        if self._drafts is not None:
+            self._drafts.switch(call.drafts, call.gate)
         self._take_packs(call.packs)
         assignments = self._resumed(call)
         written = self._begin(call, assignments)
@@ -133,6 +136,21 @@ class RolloutWorker:
         with self._calls_lock:
             self._calls.pop(call.number, None)
             self._limit_rows()
+
+    @ray.method(concurrency_group="questions")  # type: ignore[untyped-decorator]
+    def answer(self, question: Question) -> list[str]:
+        """Answer a person's prompt with the weights that are active, beside whatever is being written.
+
+        Raises:
+            UserError: The prompt cannot be rendered or is too long, or the answers take too long.
+        """
+        from actors.rollout.questions import answer
+
+        texts = answer(question, self._loop, self._tokenizer, self._max_length)
+        if self._drafts is not None:
+            for request in question.requests:
+                self._drafts.release(request)
+        return texts
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop(self, calls: Mapping[int, Sequence[tuple[GroupKey, int]]]) -> None:

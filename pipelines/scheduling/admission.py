@@ -22,7 +22,8 @@ class StreamAdmission:
 
     def __init__(self, *, max_staleness: int, samples_per_prompt: int, dynamic_sampling: bool = False) -> None:
         """Set the bound, the rows of a group, and whether groups with equal rewards are replaced."""
-        self._max_staleness = max_staleness
+        self.max_staleness = max_staleness
+        """Versions that a trained token may be old."""
         self._rows = samples_per_prompt
         self._dynamic_sampling = dynamic_sampling
         self.trained = 0
@@ -34,7 +35,7 @@ class StreamAdmission:
 
     def quota(self, state: RoundState) -> int:
         """Groups that may still be admitted under the inequality."""
-        steps = state.version - self.first_version + self._max_staleness + 1
+        steps = state.version - self.first_version + self.max_staleness + 1
         under_way = sum(group.verdict != "filter" for group in state.groups.values())
         return max(0, steps * state.prompts_per_step - self.trained - under_way)
 
