@@ -55,10 +55,17 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardEnvelope:
-    """Queue item for reward workers; ``refs`` holds one reference to a :class:`Bundle`."""
+    """Queue item for reward workers.
+
+    Attributes:
+        header: Says which samples of the bundle are to be scored.
+        refs: One reference to a :class:`Bundle`.
+        deadlines: Seconds that the score of an answer may take, by group; without an entry, ``reward.timeout_s``.
+    """
 
     header: BundleHeader
     refs: list[Any]
+    deadlines: Mapping[GroupKey, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,8 @@ class Call:
         resumptions: Samples of theirs that begin with tokens written earlier.
         packs: References to draft packs.
         row_limit: Rows that the worker should decode at once while it works on this call; 0: as many as it can.
+        drafts: Whether its rows may be drafted for; gate: which rule decides whether drafts pay. Both hold for the
+            worker from here on, and need no call of their own, which a successor of the worker would miss.
     """
 
     number: int
@@ -94,15 +103,6 @@ class Call:
     resumptions: tuple[Resumption, ...] = ()
     packs: tuple[Any, ...] = ()
     row_limit: int = 0
-        drafts: Whether its rows may be drafted for; gate: which rule decides whether drafts pay. Both hold for the
-            worker from here on, and need no call of their own, which a successor of the worker would miss.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEnvelope:
-    """Where the samples of one complete group lie.
-
-    Attributes:
     drafts: bool = True
     gate: GateMode = "auto"
 
@@ -125,6 +125,13 @@ class Question:
     chat_template: bool | None
     system_prompt: str
     deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEnvelope:
+    """Where the samples of one complete group lie.
+
+    Attributes:
         key: Ledger key.
         places: For each sibling in index order, (position in ``refs``, position in that bundle).
         refs: References to scored bundles.
@@ -144,17 +151,17 @@ class StepEnvelope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveEnvelope:
-    """Tells the learner to write its components under ``directory``."""
-
-    directory: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RateEnvelope:
     """Tells the learner its peak learning rate from the next step on; nothing is answered."""
 
     learning_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEnvelope:
+    """Tells the learner to write its components under ``directory``."""
+
+    directory: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,8 @@ class SampleFlow:
         on_written: Called with (worker, key) whenever a sample has left its rollout worker.
         versions: Version that each rollout worker has acknowledged, by number.
         on_version: Called whenever one has acknowledged.
+        deadline: Seconds that the score of an answer of a group may take; None: as configured.
+        on_scored: Called with the header of each answer that was scored for the first time.
     """
 
     def __init__(self, roles: Roles, drafts: DraftRequests) -> None:
@@ -123,6 +125,8 @@ class SampleFlow:
         self.on_written: Callable[[int, GroupKey], None] = lambda _worker, _key: None
         self.versions: dict[int, int] = {}
         self.on_version: Callable[[], None] = lambda: None
+        self.deadline: Callable[[GroupKey], float | None] = lambda _key: None
+        self.on_scored: Callable[[SampleHeader], None] = lambda _header: None
         self.last_pause_s = 0.0
         self._updating: set[int] = set()
 
@@ -164,12 +168,12 @@ class SampleFlow:
             resumptions=tuple(resumptions),
             packs=tuple(self._drafts.packs(assignments)),
             row_limit=row_limit,
+            drafts=self._drafts.on,
+            gate=self._roles.config.speculation.gate,
         )
         self._spawn(self._generate(worker, call))
 
     def outstanding(self, stage: Stage) -> int:
-            drafts=self._drafts.on,
-            gate=self._roles.config.speculation.gate,
         """Number of samples in a stage."""
         return sum(lease.stage == stage for lease in self._leases.values())
 
@@ -331,8 +335,7 @@ class SampleFlow:
         async with self._stopped:
             self._stopped.notify_all()
         if complete:
-            envelope = RewardEnvelope(header=replace(header, items=tuple(complete)), refs=[ref])
-            await self._roles.reward_queue.put_async(envelope)
+            await self._have_scored(replace(header, items=tuple(complete)), ref)
 
     async def _quietly_stop(self, worker: int, calls: Mapping[int, Sequence[SampleId]]) -> None:
         """Tell a worker to stop some samples; when it is dead, that is noticed elsewhere."""
@@ -365,6 +368,7 @@ class SampleFlow:
         if lease is None or lease.stage != "scoring":
             return  # late or double: the first result counts
         lease.stage, lease.ref, lease.position, lease.header = "scored", ref, position, item
+        self.on_scored(item)
         self.events.put_nowait(SampleDone(item.key, item.index, item))
 
     async def _score_again(self) -> None:
@@ -375,7 +379,12 @@ class SampleFlow:
                 by_ref.setdefault(lease.ref, []).append(lease.header)
         for ref, items in by_ref.items():
             header = BundleHeader(items=tuple(items), worker="", busy_s=0.0, version=-1)
-            await self._roles.reward_queue.put_async(RewardEnvelope(header=header, refs=[ref]))
+            await self._have_scored(header, ref)
+
+    async def _have_scored(self, header: BundleHeader, ref: Any) -> None:
+        known = {key: self.deadline(key) for key in dict.fromkeys(item.key for item in header.items)}
+        deadlines = {key: seconds for key, seconds in known.items() if seconds is not None}
+        await self._roles.reward_queue.put_async(RewardEnvelope(header=header, refs=[ref], deadlines=deadlines))
 
     async def _issue_again(self, worker: int, call: Call, error: BaseException) -> None:
         """Give out again what a dead worker had not handed over; what was to be stopped there keeps its old tokens."""

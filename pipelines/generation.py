@@ -16,6 +16,7 @@ from pipelines.run_data import RunData
 from pipelines.scheduling.admission import StreamAdmission
 from pipelines.scheduling.build import build_dispatcher, build_policy
 from pipelines.scheduling.policy import SchedulePolicy
+from pipelines.score_deadlines import ScoreDeadlines
 from pipelines.streaming import StreamRunner
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
@@ -51,6 +52,7 @@ def make_runner(
         policy=policy,
         dispatching=Dispatching(flow, build_dispatcher(config.schedule, assumed_latency(config)), config, live=stream),
         forecasts=LengthForecasts(predictor),
+        score_deadlines=ScoreDeadlines(flow, config),
         stop=stop,
     )
     if state is not None:
@@ -58,8 +60,6 @@ def make_runner(
     return runner
 
 
-def swap_mode(config: Config) -> SwapMode:
-    """Return what becomes of answers that are being written when new weights arrive."""
 async def change_rules(runner: RoundRunner, config: Config) -> None:
     """Have a runner go on under the launching rules of ``config``, between two steps."""
     runner.config = config
@@ -69,6 +69,8 @@ async def change_rules(runner: RoundRunner, config: Config) -> None:
         runner.policy = _rounds_policy(config)
 
 
+def swap_mode(config: Config) -> SwapMode:
+    """Return what becomes of answers that are being written when new weights arrive."""
     asynchrony = config.asynchrony
     if asynchrony.partial == "off":
         return "drain"  # an answer is written by one version

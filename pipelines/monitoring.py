@@ -43,6 +43,17 @@ METRICS: Mapping[str, Metric] = {
     "reward/std": Metric("Standard deviation of those rewards", "", "above 0: else nothing can be learned"),
     "reward/part/<function>": Metric("Mean raw value of one reward function, abstentions left out", "", "rises"),
     "reward/error_share": Metric("Answers whose scoring failed or timed out", "share", "below reward.error_alarm"),
+    "reward/timeout_share": Metric(
+        "Trained answers whose scoring was stopped at its deadline", "share", "below reward.error_alarm"
+    ),
+    "reward/score_mean_s": Metric("Mean time that the reward functions took for a trained answer", "s"),
+    "reward/score_max_s": Metric("Longest of those", "s", "below reward.timeout_s"),
+    "reward/deadline_s": Metric("Mean deadline of scores, with schedule.reward_deadlines.adaptive", "s"),
+    "reward/deadline_short_share": Metric(
+        "Scores whose deadline was below reward.timeout_s, since the prompt was answered correctly before",
+        "share",
+        "rises",
+    ),
     "reward/zero_variance_share": Metric("Groups whose rewards are all equal: no gradient", "share", "below 0.8"),
     "accuracy/train": Metric("Answers of the step that the first reward function calls correct", "share", "rises"),
     # Held-out evaluation

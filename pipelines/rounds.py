@@ -21,6 +21,7 @@ from pipelines.run_data import SAMPLED_SUFFIX, RunData
 from pipelines.scheduling.dispatch import Pool, Work
 from pipelines.scheduling.policy import GroupProgress, Launch, RoundState, SchedulePolicy
 from pipelines.scheduling.second_batching import UnfinishedRow, regroup
+from pipelines.score_deadlines import ScoreDeadlines
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
 from storage.records import Assignment, GroupKey, Prompt, RoundClass, SampleHeader, SamplingParams
@@ -38,6 +39,7 @@ class RoundRunner:
     policy: SchedulePolicy
     dispatching: Dispatching
     forecasts: LengthForecasts
+    score_deadlines: ScoreDeadlines
     stop: asyncio.Event
     backlog: Backlog = field(default_factory=Backlog)
     progress: Progress = field(default_factory=Progress)
@@ -146,6 +148,7 @@ class RoundRunner:
         return {
             "backlog": self.backlog.state(),
             "forecasts": self.forecasts.state(),
+            "score_deadlines": self.score_deadlines.state(),
             "duplicates": [[*place, count] for place, count in self._duplicates.items()],
         }
 
@@ -153,6 +156,7 @@ class RoundRunner:
         """Go on where :meth:`state` was taken; groups that waited with tokens begin anew."""
         self.backlog.load_state(state["backlog"], {prompt.index: prompt for prompt in self.data.train})
         self.forecasts.load_state(state["forecasts"])
+        self.score_deadlines.load_state(state.get("score_deadlines", {}))
         self._duplicates = {(epoch, prompt): count for epoch, prompt, count in state["duplicates"]}
 
     def quiet(self) -> AbstractAsyncContextManager[Any]:

@@ -365,7 +365,7 @@ class Session:
             correct_at=config.evaluation.correct_at,
         )
         epoch = self._source.progress
-        metrics |= {**further, **self._rounds.forecasts.metrics()}
+        metrics |= {**further, **self._rounds.forecasts.metrics(), **self._rounds.score_deadlines.metrics()}
         for text in header.alarms:
             self.board.alarm(f"step {self.step}: {text}")
         metrics |= {"progress/epoch": epoch, "faults/crashes": float(self._flow.crashes)}

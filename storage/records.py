@@ -147,6 +147,7 @@ class Sample:
         forward_passes: Target forward passes that emitted this sample's tokens.
         worker: Name of the rollout worker that wrote it.
         reused: Tokens of the previous epoch's answer that it leniently kept (SPEC-RL); -1 when it was written afresh.
+        score_s: Seconds that the reward functions took.
     """
 
     key: GroupKey
@@ -164,6 +165,7 @@ class Sample:
     forward_passes: int = 0
     worker: str = ""
     reused: int = -1
+    score_s: float = 0.0
 
     @property
     def length(self) -> int:
@@ -273,6 +275,7 @@ class SampleHeader:
     timings: Timings
     error: str = ""
     reused: int = -1
+    score_s: float = 0.0
 
     @classmethod
     def of(cls, sample: Sample, attempt: int) -> SampleHeader:
@@ -295,6 +298,7 @@ class SampleHeader:
             timings=sample.timings,
             error=sample.error,
             reused=sample.reused,
+            score_s=sample.score_s,
         )
 
 

@@ -64,3 +64,10 @@ def misbehaves(prompts, completions, **columns):
         case "dies":
             os._exit(7)
     return [1.0 + len(completions[0])]
+
+
+def right_or_endless(prompts, completions, **columns):
+    """Calls most answers correct at once, and never comes back from the others."""
+    if zlib.crc32(completions[0].encode()) % 8 == 0:
+        time.sleep(3600)
+    return [1.0 + len(completions[0])]

@@ -41,6 +41,7 @@ class _Job:
     number: int
     ident: Any
     frame: bytes
+    timeout_s: float | None
 
 
 class _Child:
@@ -136,7 +137,7 @@ class ScoringPool:
         with self._changed:
             self._check_usable()
             self._pending += 1
-            self._queue.append(_Job(number, item.ident, frame))
+            self._queue.append(_Job(number, item.ident, frame, item.timeout_s))
             self._wake()
 
     def collect(self, timeout_s: float) -> list[ScoreResult]:
@@ -161,7 +162,7 @@ class ScoringPool:
             return self._ready >= self._processes
 
     def set_timeout(self, seconds: float) -> None:
-        """Change the deadline per sample, also of the samples in hand."""
+        """Change the deadline of samples without one of their own, also of those in hand."""
         with self._changed:
             self._timeout_s = seconds
             self._wake()
@@ -261,7 +262,12 @@ class ScoringPool:
     def _deadline(self, child: _Child) -> float:
         if not child.ready:
             return child.busy_since + self._start_deadline_s
-        return child.busy_since + self._timeout_s if child.in_flight else float("inf")
+        return child.busy_since + self._timeout(child) if child.in_flight else float("inf")
+
+    def _timeout(self, child: _Child) -> float:
+        """Seconds that the sample in hand may take."""
+        own = child.in_flight[0].timeout_s
+        return self._timeout_s if own is None else own
 
     def _patience(self) -> float | None:
         earliest = min(map(self._deadline, self._children), default=float("inf"))
@@ -375,7 +381,8 @@ class ScoringPool:
         where = child.process.where()
         hint = f", it was in {where}" if where else ""
         if child.ready:
-            reason = f"no result within {self._timeout_s:g} s{hint}; its process was killed (see reward.timeout_s)"
+            setting = "reward.timeout_s" if child.in_flight[0].timeout_s is None else "schedule.reward_deadlines"
+            reason = f"no result within {self._timeout(child):g} s{hint}; its process was killed (see {setting})"
             self._replace(child, "timeout", reason)
         else:
             reason = f"importing the reward functions takes longer than {self._start_deadline_s:g} s{hint}"

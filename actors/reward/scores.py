@@ -17,12 +17,14 @@ class ScoreItem:
         ident: Whatever the caller knows it by; returned with the result.
         prompt: Prompt text. completion: answer text.
         columns: The row's other columns; values may be anything that JSON holds, plus arrays, bytes and dates.
+        timeout_s: Deadline of this answer in seconds; None: that of the pool.
     """
 
     ident: Any
     prompt: str
     completion: str
     columns: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

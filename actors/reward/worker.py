@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class RewardWorker:
                     self._attempts[identity] = header.attempt
                     if sample.finish_reason in ("stop", "length"):
                         waiting[identity] = sample
-                        self._pool.submit(self._item(identity, sample, bundle.prompts[sample.key]))
+                        self._pool.submit(self._item(sample, bundle.prompts[sample.key], envelope.deadlines))
                     else:  # an answer that never ended has nothing to score
                         reason = sample.error or f"the engine returned {sample.finish_reason!r}"
                         done.append(replace(sample, reward_status="error", error=reason))
@@ -82,8 +82,14 @@ class RewardWorker:
         """End the scoring processes."""
         self._pool.close()
 
-    def _item(self, identity: tuple[GroupKey, int], sample: Sample, prompt: Prompt) -> ScoreItem:
-        return ScoreItem(ident=identity, prompt=prompt.text, completion=sample.text, columns=dict(prompt.columns))
+    def _item(self, sample: Sample, prompt: Prompt, deadlines: Mapping[GroupKey, float]) -> ScoreItem:
+        return ScoreItem(
+            ident=(sample.key, sample.index),
+            prompt=prompt.text,
+            completion=sample.text,
+            columns=dict(prompt.columns),
+            timeout_s=deadlines.get(sample.key),
+        )
 
     def _scored(self, waiting: dict[tuple[GroupKey, int], Sample], result: ScoreResult) -> Sample:
         sample = waiting.pop(result.ident)
@@ -95,6 +101,7 @@ class RewardWorker:
             reward_status=result.status,
             error=result.error,
             timings=replace(sample.timings, rewarded=time.time()),
+            score_s=result.seconds,
         )
 
     def _emit(self, samples: list[Sample], prompts: dict[GroupKey, Prompt]) -> Iterator[BundleHeader | Bundle]:

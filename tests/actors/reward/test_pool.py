@@ -388,3 +388,34 @@ def test_results_are_collected_only_once(make_pool):
     assert set(drain(pool)) == {"a"}
     assert pool.pending == 0
     assert pool.collect(0.05) == []
+
+
+def test_sample_with_a_deadline_of_its_own_is_held_to_it(make_pool):
+    pool = make_pool({"function": "sleeps", "arguments": {"seconds": 1.0}}, timeout_s=30.0)
+    assert pool.wait_ready(20)
+    started = time.monotonic()
+    pool.submit(ScoreItem(ident=0, prompt="p", completion="x", timeout_s=0.3))
+    (late,) = drain(pool).values()
+    assert time.monotonic() - started < 5.0
+    assert (late.status, late.reward) == ("timeout", None)
+    assert "no result within 0.3 s" in late.error
+    assert "schedule.reward_deadlines" in late.error
+    assert score(pool, "x")[0].status == "ok"
+
+
+def test_deadline_may_be_longer_than_that_of_the_pool(make_pool):
+    pool = make_pool({"function": "sleeps", "arguments": {"seconds": 0.8}}, timeout_s=0.3)
+    pool.submit(ScoreItem(ident=0, prompt="p", completion="x", timeout_s=20.0))
+    pool.submit(ScoreItem(ident=1, prompt="p", completion="x"))
+    results = drain(pool)
+    assert [results[0].status, results[1].status] == ["ok", "timeout"]
+
+
+def test_deadline_of_a_sample_does_not_apply_to_those_in_front_of_it(make_pool):
+    pool = make_pool("hangs", timeout_s=20.0)
+    score(pool, *["quick"] * 20)  # quick samples: a process gets several at a time
+    pool.submit(ScoreItem(ident="first", prompt="p", completion="hang", timeout_s=1.0))
+    pool.submit(ScoreItem(ident="second", prompt="p", completion="quick", timeout_s=0.2))
+    results = drain(pool)
+    assert [results["first"].status, results["second"].status] == ["timeout", "ok"]
+    assert results["first"].seconds >= 1.0
