@@ -84,14 +84,14 @@ class LengthForecasts:
             await self._client.close()
 
 
-async def start_predictor(config: Config, resume: Checkpoint | None) -> PredictorClient:
+async def start_predictor(config: Config, run: str, resume: Checkpoint | None) -> PredictorClient:
     """Deploy the predictor on Ray Serve and hand it what a checkpoint knows; Serve is imported only here."""
     from actors.length_predictor.serve_app import deploy
 
     state = b""
     if resume is not None and COMPONENT in resume.components:
         state = (resume.component(COMPONENT) / _STATE_FILE).read_bytes()
-    handle = await asyncio.to_thread(deploy, config.length_predictor)
+    handle = await asyncio.to_thread(deploy, config.length_predictor, name=_application(run))
     client = PredictorClient(handle, config.length_predictor, state)
     await client.start()
     return client
@@ -103,11 +103,15 @@ async def save_predictor(forecasts: LengthForecasts, writer: CheckpointWriter) -
         (writer.component(COMPONENT) / _STATE_FILE).write_bytes(known)
 
 
-async def stop_predictor(forecasts: LengthForecasts) -> None:
-    """Take the predictor down, if there is one."""
+async def stop_predictor(forecasts: LengthForecasts, run: str) -> None:
+    """Take the predictor of a run down, if there is one; Serve stays, it ends with a local Ray or serves others."""
     if not forecasts.active:
         return
     from actors.length_predictor.serve_app import remove
 
     await forecasts.close()
-    await asyncio.to_thread(remove)
+    await asyncio.to_thread(remove, _application(run), keep_serve=True)
+
+
+def _application(run: str) -> str:
+    return f"length-predictor-{run}"

@@ -11,18 +11,21 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from actors.bundles import LearnerHeader, SaveEnvelope, StepEnvelope, StopEnvelope
+from actors.bundles import LearnerHeader, RateEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
 from pipelines.archiving import Archiving
 from pipelines.cluster import shortage
 from pipelines.config import Config
+from pipelines.controls import Controls, RecentMetrics
 from pipelines.drafting import DraftRequests
 from pipelines.evaluation import evaluate
 from pipelines.faults import user_error
 from pipelines.flow import SampleFlow, pairs, run_stream
-from pipelines.generation import make_runner, swap_mode
+from pipelines.generation import change_rules, make_runner, weight_swap
 from pipelines.interruption import Interrupted, unless_stopped
+from pipelines.knobs import LAUNCHING
 from pipelines.length_forecasts import save_predictor, start_predictor, stop_predictor
-from pipelines.monitoring import MonitorGroup, open_monitors
+from pipelines.monitoring import MonitorGroup, open_monitors, read_records
+from pipelines.pacing import pacing_metrics
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.roles import Published, Roles
@@ -82,7 +85,8 @@ class Session:
             stop: Set when the run should save and end.
             train: False to evaluate only.
         """
-        self._config = config
+        self.controls = Controls(config, train=train, saved=resume.meta.get("knobs") if resume else None)
+        config = self._config = self.controls.wiring
         self._directory = directory
         self._data = data
         self._resume = resume
@@ -117,6 +121,8 @@ class Session:
             name=self._directory.path.name,
             config=config.model_dump(mode="json"),
         )
+        self.recent = RecentMetrics(read_records(self._directory.metrics))
+        self._monitors.add("drivers", lambda: self.recent)
         previous = load_status(self._directory.path) if resume is not None else None
         self.board = StatusBoard(
             self._directory.path.name,
@@ -131,6 +137,7 @@ class Session:
         self._metrics = RunMetrics()
         self._roles = Roles(config, data, namespace)
         self._drafts = DraftRequests(self._roles)
+        self._drafts.on = self.controls.drafting
         self._flow = SampleFlow(self._roles, self._drafts)
         self._runner: RoundRunner | None = None
         self._watchdog = Watchdog(self._roles, self._flow, self.board, config)
@@ -159,7 +166,7 @@ class Session:
         self._archiving.start()
         predictor = None
         if self._train and config.predicts_lengths:
-            predictor = await self._started("length predictor", start_predictor(config, self._resume))
+            predictor = await self._started("length predictor", start_predictor(config, self._directory.path.name, self._resume))
         resumed = self._resume.meta["rounds"] if self._resume is not None else None
         self._runner = make_runner(
             config, self._data, self._flow, self._source, self._ledger, predictor, self._stop, resumed
@@ -206,14 +213,15 @@ class Session:
             if isinstance(self._runner, StreamRunner):
                 self._runner.open()
             while self.step < self._data.total_steps and not self._rounds.exhausted:
+                self._step_began += await self.controls.serve(self)
                 self._safe_point = await self._state()
                 await self._one_step()
                 self._safe_point = await self._state()
-                every = config.evaluation.every
+                every, save_every = self._config.evaluation.every, self._config.checkpoint.every
                 last = self.step >= self._data.total_steps or self._rounds.exhausted
                 if every and self.step % every == 0 and not (last and config.evaluation.after):
                     await self._evaluate()
-                if config.checkpoint.every and self.step % config.checkpoint.every == 0 and not last:
+                if save_every and self.step % save_every == 0 and not last:
                     await self._save(await self._state())
             if config.evaluation.after:
                 self.evaluations["after"] = await self._evaluate()
@@ -227,6 +235,37 @@ class Session:
             if self._safe_point is not None and not isinstance(error, CheckpointError):
                 await _quietly(self._save(self._safe_point))
             raise
+
+    @property
+    def roles(self) -> Roles:
+        """The actors of the run."""
+        return self._roles
+
+    async def adopt(self, changed: frozenset[str]) -> None:
+        """Go on under the configuration that the controls hold now."""
+        config = self._config = self._roles.config = self.controls.wiring
+        self._drafts.on = self.controls.drafting
+        self.board.plan_evaluations(config.evaluation.every)
+        if changed & LAUNCHING:
+            await change_rules(self._rounds, config)
+        if "learner.learning_rate" in changed:
+            await self._roles.learner_queue.put_async(RateEnvelope(learning_rate=config.learner.learning_rate))
+
+    async def save_now(self) -> str:
+        """Write a checkpoint of the present step, if there is none, and return its folder."""
+        await self._save(await self._state())
+        latest = self._store.latest()
+        assert latest is not None  # it was written, or was there
+        return str(latest.path)
+
+    async def evaluate_now(self) -> Mapping[str, float]:
+        """Evaluate the policy of the present step."""
+        return await self._evaluate()
+
+    async def rest(self, news: asyncio.Event) -> None:
+        """Wait until a driver wants something; raises ``Interrupted`` when the run is asked to stop."""
+        self._enter("paused")
+        await self._wait("resume", "a driver that lets the run go on", news.wait(), 0.0)
 
     async def evaluate_only(self) -> Literal["finished", "stopped"]:
         """Evaluate the model once."""
@@ -256,7 +295,7 @@ class Session:
         self._flow.close()
         if self._runner is not None:
             await self._runner.close()
-            await stop_predictor(self._runner.forecasts)
+            await stop_predictor(self._runner.forecasts, self._directory.path.name)
         await self._archiving.drain()
         self._archiving.close()
         for task in self._background:
@@ -322,15 +361,18 @@ class Session:
             slots=self._config.rollout.max_rows,
             step_s=clock.step,
         )
+        further |= await pacing_metrics(self._roles.rollout, self._config)
         self._report(result, clock, header, version, further)
 
     async def _publish(self) -> float:
         """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
         if isinstance(self._runner, StreamRunner):
-            self._flow.announce(swap_mode(self._config))
+            self._flow.announce(weight_swap(self._config))
             await self._runner.advance(self._published_version)
             return self._flow.last_pause_s
-        acknowledged = await self._wait("publish", "rollout workers", self._flow.publish(), 0.0, safe=False)
+        # A step leaves nothing to be handed over; only a snapshot that lags has rows to write after this.
+        swap = weight_swap(self._config) if self._config.asynchrony.partial == "split" else None
+        acknowledged = await self._wait("publish", "rollout workers", self._flow.publish(swap), 0.0, safe=False)
         return max((a.get("pause_s", 0.0) for a in acknowledged), default=0.0)
 
     async def _learn(self, result: RoundResult) -> tuple[LearnerHeader, Any]:
@@ -447,8 +489,8 @@ class Session:
 
     async def _save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint of all components; raises :class:`CheckpointError` and leaves earlier ones alone."""
-        latest = self._store.latest()
-        if latest is not None and latest.step == state["step"]:
+        latest, knobs = self._store.latest(), self.controls.saved()
+        if latest is not None and latest.step == state["step"] and latest.meta.get("knobs", {}) == knobs:
             return
         self._enter("checkpointing")
         began = time.perf_counter()
@@ -467,7 +509,7 @@ class Session:
             await save_predictor(self._rounds.forecasts, writer)
             self._ledger.sync()
             self._monitors.sync()
-            writer.commit(state)
+            writer.commit({**state, "knobs": knobs})
         oldest = self._store.checkpoints()[0].meta["ledger_offset"]
         if oldest - self._compacted > _COMPACT_BYTES:
             self._ledger.compact(oldest)

@@ -87,11 +87,14 @@ class LengthPredictorReplica:
         return self._predictor.quality(), self._predictor.weights()
 
 
-def deploy(options: LengthPredictorOptions, *, host: str = "127.0.0.1", port: int | None = None) -> Any:
+def deploy(
+    options: LengthPredictorOptions, *, name: str = APP, host: str = "127.0.0.1", port: int | None = None
+) -> Any:
     """Deploy the predictor on the Ray that this process is connected to, and return its handle when it answers.
 
     Args:
         options: Options of the predictor.
+        name: Name of the Serve application; runs that share a cluster have one each.
         host: Address that HTTP binds to; anything but loopback opens it to the network, without authentication.
         port: Port of HTTP; None: no HTTP, only the handle.
 
@@ -113,13 +116,13 @@ def deploy(options: LengthPredictorOptions, *, host: str = "127.0.0.1", port: in
         logging_config=LoggingConfig(enable_access_log=False, log_level="ERROR"),
     )(serve.ingress(_http_app)(LengthPredictorReplica))
     route = None if port is None else "/"
-    return serve.run(deployment.bind(options), name=APP, route_prefix=route)
+    return serve.run(deployment.bind(options), name=name, route_prefix=route)
 
 
-def remove() -> None:
-    """Take the predictor down, and Serve with it when nothing else is deployed there."""
-    serve.delete(APP)
-    if not serve.status().applications:
+def remove(name: str = APP, *, keep_serve: bool = False) -> None:
+    """Take the predictor down, and Serve with it when nothing else is deployed there, unless it is to be kept."""
+    serve.delete(name)
+    if not keep_serve and not serve.status().applications:
         serve.shutdown()
 
 
