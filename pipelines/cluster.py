@@ -6,18 +6,27 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
 from rich.console import Console
 
 from pipelines.config import Config
+from pipelines.placement import Node
+from pipelines.placement_check import placement_doubts, placement_problems, table_lines
+from pipelines.preflight import raise_problems
 from storage.errors import UserError
 
 _HOST_AND_PORT = re.compile(r"(?:ray://)?(?P<host>.+):(?P<port>\d{1,5})")
 _PROBE_S = 10.0
+_BOOTSTRAP = Path.home() / "ray_bootstrap_config.yaml"
+_NODE_TYPE = "ray.io/node-group"
+_PLENTY = 1024.0
+_HOPE = "cluster.wait_for_nodes=true waits for an autoscaler instead"
 
 
 @contextmanager
@@ -30,11 +39,12 @@ def local_or_joined_ray(config: Config, console: Console) -> Iterator[str]:
         UserError: The cluster cannot be reached, or the local Ray cannot be started.
     """
     if ray.is_initialized():
-        _say_what_is_missing(config, console)
         yield ""
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
-    context = _join(config, address, console) if address else _start(config)
+    context = _join(config, address) if address else _start(config)
+    if address:
+        console.print(f"joined the Ray cluster at {address}", highlight=False)
     url = getattr(context, "dashboard_url", "") or ""
     try:
         yield f"http://{url}" if url else ""
@@ -42,24 +52,93 @@ def local_or_joined_ray(config: Config, console: Console) -> Iterator[str]:
         ray.shutdown()
 
 
-def reserved(config: Config) -> dict[str, float]:
-    """Return what the actors of a run reserve, by the names of Ray's resources."""
-    rollout, reward, learner = config.rollout, config.reward, config.learner
-    return {
-        "CPU": rollout.workers * rollout.num_cpus + reward.workers * reward.num_cpus + learner.num_cpus,
-        "GPU": rollout.workers * rollout.num_gpus + learner.num_gpus,
-    }
+def check_placement(config: Config, console: Console) -> None:
+    """Print what is requested and what the Ray that is joined has; call it before any actor starts.
+
+    Raises:
+        UserError: The run can never be placed, not on the nodes that an autoscaler may add either. Each problem names
+            its field and the nearest thing that exists.
+    """
+    nodes = cluster_nodes()
+    problems = placement_problems(config, nodes)
+    if problems or len(nodes) > 1:
+        for line in table_lines(config, nodes):
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    for doubt in placement_doubts(config, nodes):
+        console.print(f"warning: {doubt}", markup=False, highlight=False, soft_wrap=True)
+    raise_problems(refusals(config, nodes))
+    deadline = f"cluster.start_deadline_s={config.cluster.start_deadline_s:g} s"
+    for problem in problems:
+        console.print(f"{problem}: waiting up to {deadline} for more nodes", markup=False, highlight=False)
+
+
+def refusals(config: Config, nodes: Sequence[Node]) -> list[str]:
+    """Return what can never be placed: not on these nodes, and not on those that an autoscaler may add."""
+    if config.cluster.wait_for_nodes or not placement_problems(config, nodes):
+        return []
+    hopeless = placement_problems(config, [*nodes, *coming_nodes(nodes)])
+    return [*hopeless[:-1], f"{hopeless[-1]} ({_HOPE})"] if hopeless else []
 
 
 def shortage(config: Config) -> str:
-    """Say which resources the actors reserve beyond what the cluster has; empty when there is enough."""
-    there = ray.cluster_resources()
-    short = {name: count for name, count in reserved(config).items() if count > there.get(name, 0.0)}
-    return "; ".join(
-        f"the run reserves {count:g} {name}s (num_{name.lower()}s of rollout, reward and learner), the cluster has "
-        f"{there.get(name, 0.0):g}"
-        for name, count in short.items()
-    )
+    """Say what the run asks for that the cluster does not have; empty when there is enough."""
+    return "; ".join(placement_problems(config, cluster_nodes()))
+
+
+def cluster_nodes() -> list[Node]:
+    """Return the nodes that are up in the Ray that this process has joined."""
+    return [
+        Node(
+            name=str(node["NodeManagerAddress"]),
+            cpus=float(node["Resources"].get("CPU", 0.0)),
+            gpus=float(node["Resources"].get("GPU", 0.0)),
+            labels=dict(node.get("Labels") or {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def coming_nodes(nodes: Sequence[Node], file: Path = _BOOTSTRAP) -> list[Node]:
+    """Return the nodes that the autoscaler may add to ``nodes``, one of them the head.
+
+    Known on a head that ``ray up`` started only, from the cluster file that it left there. Where that does not say what
+    a machine has, it counts as one that can hold anything.
+    """
+    try:
+        cluster = yaml.safe_load(file.read_text(encoding="utf-8"))
+        types, most = cluster["available_node_types"], int(cluster.get("max_workers", 0))
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return []
+    coming = []
+    for name, kind in types.items():
+        if name == cluster.get("head_node_type") and len(types) > 1:
+            continue
+        resources = kind.get("resources") or {}
+        node = Node(
+            name=name,
+            cpus=float(resources.get("CPU", 0.0 if resources else _PLENTY)),
+            gpus=float(resources.get("GPU", 0.0 if resources else _PLENTY)),
+            labels={**kind["labels"]} if kind.get("labels") else None,
+        )
+        up = sum((other.labels or {}).get(_NODE_TYPE) == name for other in nodes)
+        coming += [node] * max(0, int(kind.get("max_workers", most)) - up)
+    return coming[: max(0, most - (len(nodes) - 1))]
+
+
+def peek(config: Config) -> list[Node]:
+    """Return the nodes of the cluster that a run would join (``cluster.address`` or RAY_ADDRESS); starts nothing.
+
+    Raises:
+        UserError: The cluster cannot be joined from here.
+    """
+    if ray.is_initialized():
+        return cluster_nodes()
+    _join(config, config.cluster.address or os.environ["RAY_ADDRESS"])
+    try:
+        return cluster_nodes()
+    finally:
+        ray.shutdown()
 
 
 def _common() -> dict[str, Any]:
@@ -67,7 +146,7 @@ def _common() -> dict[str, Any]:
     return {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
 
 
-def _join(config: Config, address: str, console: Console) -> Any:
+def _join(config: Config, address: str) -> Any:
     origin = f"cluster.address={address}" if config.cluster.address else f"RAY_ADDRESS={address}"
     advice = "check that the cluster is up and the address is its head's, or leave it empty for a local Ray"
     found = _HOST_AND_PORT.fullmatch(address)
@@ -77,12 +156,9 @@ def _join(config: Config, address: str, console: Console) -> Any:
         except (OSError, OverflowError) as error:
             raise UserError(f"{origin}: nothing answers there ({error}); {advice}") from error
     try:
-        context = ray.init(address=address, **_common())
+        return ray.init(address=address, **_common())
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{origin} cannot be joined: {_first_line(error)}; {advice}") from error
-    console.print(f"joined the Ray cluster at {address}", highlight=False)
-    _say_what_is_missing(config, console)
-    return context
 
 
 def _start(config: Config) -> Any:
@@ -100,13 +176,6 @@ def _start(config: Config) -> Any:
             f"{_first_line(error)}; lower that if memory is short, and see that Ray may write to its temporary "
             "folder (RAY_TMPDIR)"
         ) from error
-
-
-def _say_what_is_missing(config: Config, console: Console) -> None:
-    missing = shortage(config)
-    if missing:
-        wait = f"waiting up to cluster.start_deadline_s={config.cluster.start_deadline_s:g} s for it to grow"
-        console.print(f"{missing}: {wait}", highlight=False)
 
 
 def _first_line(error: BaseException) -> str:

@@ -63,6 +63,16 @@ class ClusterOptions(BaseModel):
     object_store_mb: int = Field(256, ge=80, description="Object store of a local Ray. Unit: MB.")
     queue_groups: int = Field(256, ge=1, description="Capacity of each bounded queue. Unit: envelopes.")
     start_deadline_s: float = Field(300.0, gt=0, description="Longest wait for actors to start. Unit: seconds.")
+    labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Ray node labels that the host of conductor, queues and history must have, for instance of the head: "
+        "a run ends with that node. Same forms as rollout.labels.",
+    )
+    wait_for_nodes: bool = Field(
+        False,
+        description="Where the nodes that are up cannot hold the run, wait up to start_deadline_s for an autoscaler to add "
+        "some instead of refusing. Not needed on a head that `ray up` started: its node types are known.",
+    )
 
 
 class Config(BaseModel):

@@ -32,6 +32,8 @@ def print_dry_run(resolved: Resolved, *, resume: Path | None = None) -> None:
     )
     for name, value in size_lines(resolved.config, preflight, directory):
         console.print(f"# {name:<22} {value}", markup=False)
+    for line in preflight.placement:
+        console.print(f"#   {line}", markup=False)
     for note in preflight.notes:
         console.print(f"# note: {note}", markup=False)
     for warning in preflight.warnings:

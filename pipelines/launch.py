@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import ray
 from rich.console import Console
 
 from pipelines import conductor as conductor_module
-from pipelines.cluster import local_or_joined_ray
+from pipelines.active_runs import CONDUCTOR, check_detachable, namespace_of, refuse_second
+from pipelines.cluster import check_placement, local_or_joined_ray
 from pipelines.conductor import Conductor, Outcome
 from pipelines.config import Config
 from pipelines.config_loader import write_config
 from pipelines.faults import brief, user_error
+from pipelines.placement import coordination_need
 from pipelines.plots import draw_curves
 from pipelines.preflight import check_memory, check_run
 from pipelines.progress import LiveView, print_summary
@@ -39,32 +41,43 @@ _POLL_S = 0.5
 _STATUS_DEADLINE_S = 10.0
 
 
-def train(config: Config, *, name: str, resume: Path | None = None, console: Console | None = None) -> int:
+def train(
+    config: Config,
+    *,
+    name: str,
+    resume: Path | None = None,
+    detach: bool = False,
+    console: Console | None = None,
+) -> int:
     """Train to the end, to a signal, or to a failure; returns the exit status.
 
     Args:
         config: The resolved configuration.
         name: Name of a new run, where ``config.run.name`` is empty.
         resume: Run directory to go on with.
+        detach: Return as soon as the run has begun, and leave it to the cluster: it needs this process no more.
         console: Where people look; standard output by default.
 
     Returns:
-        0 when the run finished, or stopped on request with everything saved; 2 when the user can mend what failed; 1
-        otherwise.
+        0 when the run finished, or stopped on request with everything saved, or goes on detached; 2 when the user can
+        mend what failed; 1 otherwise.
 
     Raises:
         UserError: Bad input, before anything starts.
     """
     console = console or Console()
+    if detach:
+        check_detachable(config)
     if resume is not None:
-        return _resume(config, RunDirectory.open(resume, Path(config.run.directory)), console)
+        return _resume(config, RunDirectory.open(resume, Path(config.run.directory)), console, detach=detach)
     check_run(config)
     model_path = resolve_model(config.model, progress=console.print)
     data = load_run_data(config, model_path)
     check_memory(config, model_path, data.max_length)
     directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name(name))
-    with directory.lock():
-        return _run(config, data, directory, None, console, train=True)
+    with ExitStack() as held:
+        held.enter_context(directory.lock())
+        return _run(config, data, directory, None, console, held, train=True, detach=detach)
 
 
 def evaluate(target: str, config: Config, *, console: Console | None = None) -> int:
@@ -79,8 +92,9 @@ def evaluate(target: str, config: Config, *, console: Console | None = None) -> 
     data = load_run_data(config, model_path, train=False)
     check_memory(config, model_path, data.max_length)
     directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name("eval"))
-    with directory.lock():
-        return _run(config, data, directory, None, console, train=False)
+    with ExitStack() as held:
+        held.enter_context(directory.lock())
+        return _run(config, data, directory, None, console, held, train=False)
 
 
 def newest_intact(directory: RunDirectory, config: Config, console: Console) -> Checkpoint:
@@ -116,15 +130,16 @@ def find_model(target: str, config: Config, console: Console) -> Path:
     return named
 
 
-def _resume(config: Config, directory: RunDirectory, console: Console) -> int:
+def _resume(config: Config, directory: RunDirectory, console: Console, *, detach: bool) -> int:
     # The lock comes first: another process that trains here would remove the checkpoint that is read.
-    with directory.lock():
+    with ExitStack() as held:
+        held.enter_context(directory.lock())
         checkpoint = newest_intact(directory, config, console)
         model_path = checkpoint.component(MODEL_COMPONENT)
         check_run(_with_model(config, model_path))
         data = load_run_data(config, model_path)
         check_memory(config, model_path, data.max_length)
-        return _run(config, data, directory, checkpoint, console, train=True)
+        return _run(config, data, directory, checkpoint, console, held, train=True, detach=detach)
 
 
 def _run(
@@ -133,13 +148,20 @@ def _run(
     directory: RunDirectory,
     checkpoint: Checkpoint | None,
     console: Console,
+    held: ExitStack,
     *,
     train: bool,
+    detach: bool = False,
 ) -> int:
+    """Run to the end, or until the run can do without this process; ``held`` is the lock of the run directory."""
     with local_or_joined_ray(config, console) as dashboard:
+        check_placement(config, console)
+        refuse_second(directory.path.name)
         write_config(config, directory.config)  # only now: a run that could not start leaves its name free
         if checkpoint is None:
             write_generated(config, directory.path / "data")
+        if detach:
+            return _leave_to_the_cluster(config, data, directory, checkpoint, console, dashboard, held)
         outcome = _drive(config, data, directory, checkpoint, console, dashboard, train=train)
     return _report(outcome, directory, console)
 
@@ -160,11 +182,7 @@ def _drive(
     train: bool,
 ) -> Outcome:
     """Start the conductor, show what it does, pass signals on, and return how it ended."""
-    namespace = f"slipstream-{directory.path.name}"
-    remote = ray.remote(concurrency_groups=conductor_module.CONCURRENCY_GROUPS)(Conductor)
-    actor = remote.options(name="conductor", namespace=namespace, num_cpus=0, max_restarts=0).remote(
-        config, str(directory.path.absolute()), namespace, dashboard
-    )
+    actor = _conductor(config, directory, dashboard)
     pending = actor.run.remote(data, checkpoint, train=train)
     signals = _Signals(lambda: actor.stop.remote())
     latest = RunStatus(name=directory.path.name, directory=str(directory.path), started=time.time())
@@ -200,6 +218,52 @@ def _drive(
     finally:
         ray.kill(actor)  # and with it all it owns: a Ray that was there before must not go on with an abandoned run
     return outcome
+
+
+def _leave_to_the_cluster(
+    config: Config,
+    data: RunData,
+    directory: RunDirectory,
+    checkpoint: Checkpoint | None,
+    console: Console,
+    dashboard: str,
+    held: ExitStack,
+) -> int:
+    """Start a conductor that outlives this process, and say how to reach it."""
+    actor = _conductor(config, directory, dashboard, lifetime="detached")
+    try:
+        held.close()  # the conductor takes over the lock of the run directory, wherever it runs
+        ray.get(actor.begin.remote(data, checkpoint), timeout=config.cluster.start_deadline_s)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        ray.kill(actor)
+        fault = user_error(error)
+        raise fault or UserError(
+            f"the conductor has not begun within cluster.start_deadline_s={config.cluster.start_deadline_s:g} s "
+            f"({brief(error)}): see that the cluster has room for it, and try again"
+        ) from None
+    name = directory.path.name
+    for what, command in (
+        ("goes on by itself", str(directory.path)),
+        ("watch it", f"slipstream attach {name}"),
+        ("stop it", f"slipstream attach {name} --stop"),
+        ("steer it", f'python: import pipelines; run = pipelines.attach("{name}")'),
+    ):
+        console.print(f"{what + ':':<19}{command}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _conductor(config: Config, directory: RunDirectory, dashboard: str, **options: Any) -> Any:
+    """Create the conductor of a run; raises ``UserError`` when the cluster has one of that name."""
+    namespace = namespace_of(directory.path.name)
+    remote = ray.remote(concurrency_groups=conductor_module.CONCURRENCY_GROUPS)(Conductor)
+    options |= coordination_need(config).options()
+    try:
+        return remote.options(name=CONDUCTOR, namespace=namespace, max_restarts=0, **options).remote(
+            config, str(directory.path.absolute()), namespace, dashboard
+        )
+    except ValueError:
+        refuse_second(directory.path.name)  # somebody was quicker
+        raise
 
 
 def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:

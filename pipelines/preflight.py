@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.config import Config
+from pipelines.placement import Node, request_problems
+from pipelines.placement_check import placement_doubts, table_lines
 from pipelines.run_data import RunData, load_run_data
 from pipelines.sizes import Machine, MemoryEstimate, ModelShape, asks_for_gpu, machine_doubts, machine_problems
 from storage.errors import UserError
@@ -27,6 +29,7 @@ class Preflight:
         shape: Shape of the model; None when it is not on this machine yet.
         estimate: Memory that the run takes; None without ``shape``.
         machine: What this machine offers; None when the run joins a cluster elsewhere.
+        placement: Table of what each role requests and what there is, a line per row; empty when that is not known.
         warnings: What is allowed but probably not meant.
         notes: What could not be checked, and why.
     """
@@ -38,6 +41,7 @@ class Preflight:
     shape: ModelShape | None
     estimate: MemoryEstimate | None
     machine: Machine | None
+    placement: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -53,12 +57,13 @@ def check_run(config: Config) -> None:
     problems: list[str] = []
     for check in (_check_model, _check_sources_and_rewards, _check_algorithm, _check_extras, _check_directory):
         problems.extend(check(config))
+    problems.extend(request_problems(config))
     shape = None if problems else _shape(config)
     machine = _machine(config)
     if machine is not None:
         # Prompt lengths are not known here, so this is the least that the run can take.
         problems.extend(machine_problems(config, machine, _estimate(config, machine, shape, config.rollout.max_tokens)))
-    _raise(problems)
+    raise_problems(problems)
 
 
 def check_memory(config: Config, model_path: Path, max_length: int) -> None:
@@ -70,7 +75,7 @@ def check_memory(config: Config, model_path: Path, max_length: int) -> None:
     machine = _machine(config)
     if machine is not None:
         shape = ModelShape.read(model_path)
-        _raise(machine_problems(config, machine, _estimate(config, machine, shape, max_length)))
+        raise_problems(machine_problems(config, machine, _estimate(config, machine, shape, max_length)))
 
 
 def inspect_run(config: Config) -> Preflight:
@@ -94,7 +99,7 @@ def inspect_run(config: Config) -> Preflight:
         data = load_run_data(config, path)
         prompts = len(data.train)
     if config.rollout.prompts_per_step > prompts:
-        _raise(
+        raise_problems(
             [
                 f"data.train={config.data.train} has {prompts} prompts, fewer than rollout.prompts_per_step="
                 f"{config.rollout.prompts_per_step}: lower that"
@@ -104,12 +109,15 @@ def inspect_run(config: Config) -> Preflight:
     machine = _machine(config)
     warnings = config.warnings()
     estimate = None
+    nodes: list[Node] = []
     if machine is None:
-        notes.append("the run joins a Ray cluster: its cores, memory and GPUs are not checked from here")
+        nodes = _joined_nodes(config, notes)
     else:
+        nodes = [machine.node(config)]
         estimate = _estimate(config, machine, shape, max_length)
-        _raise(machine_problems(config, machine, estimate))
+        raise_problems(machine_problems(config, machine, estimate))
         warnings += machine_doubts(config, machine, estimate)
+    warnings += placement_doubts(config, nodes) if nodes else []
     longest = None
     if data is not None:
         longest = max(len(p.token_ids) for group in (data.train, *data.evaluation.values()) for p in group)
@@ -125,12 +133,14 @@ def inspect_run(config: Config) -> Preflight:
         shape=shape,
         estimate=estimate,
         machine=machine,
+        placement=tuple(table_lines(config, nodes)) if nodes else (),
         warnings=tuple(warnings),
         notes=tuple(notes),
     )
 
 
-def _raise(problems: list[str]) -> None:
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise one ``UserError`` for all problems; does nothing without any."""
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -200,6 +210,20 @@ def _check_directory(config: Config) -> Iterator[str]:
             file.flush()
     except OSError as error:
         yield f"{problem}: {error.strerror}; choose another place"
+
+
+def _joined_nodes(config: Config, notes: list[str]) -> list[Node]:
+    """Look at the cluster that the run would join; one that is out of reach from here is a note."""
+    from pipelines.cluster import peek, refusals
+
+    try:
+        nodes = peek(config)
+    except UserError as error:
+        notes.append(f"what the cluster has is not checked: {error}")
+        return []
+    raise_problems(refusals(config, nodes))
+    notes.append("the run joins a Ray cluster: the memory of its nodes is not checked from here")
+    return nodes
 
 
 def _machine(config: Config) -> Machine | None:

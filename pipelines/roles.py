@@ -20,6 +20,7 @@ from actors.reward import worker as reward_worker
 from actors.rollout import worker as rollout_worker
 from pipelines.config import Config
 from pipelines.faults import user_error
+from pipelines.placement import coordination_need, learner_need, long_need, reward_need, rollout_need
 from pipelines.run_data import RunData
 from storage.records import WeightsManifest
 
@@ -125,23 +126,31 @@ class Roles:
                 queue.shutdown(force=True)
 
     def _queue(self, name: str, size: int) -> Any:
-        options = {"num_cpus": 0, "max_concurrency": _QUEUE_CONCURRENCY, "name": name, "namespace": self.namespace}
+        place = coordination_need(self.config).options()
+        options = {"max_concurrency": _QUEUE_CONCURRENCY, "name": name, "namespace": self.namespace, **place}
         return Queue(maxsize=size, actor_options=options)
 
-    def _spawn(self, module: Any, cls: type, name: str, resources: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _spawn(self, module: Any, cls: type, name: str, place: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Create an actor; ``place`` are Ray's options that say where: CPUs, GPUs, labels."""
         remote = ray.remote(concurrency_groups=module.CONCURRENCY_GROUPS)(cls)
-        options = {"name": name, "namespace": self.namespace, "max_restarts": 0, "max_task_retries": 0, **resources}
+        options = {"name": name, "namespace": self.namespace, "max_restarts": 0, "max_task_retries": 0, **place}
         return remote.options(**options).remote(*args, **kwargs)
 
     def _rollout(self, index: int, incarnation: int, version: int) -> Role:
         name = _name("rollout", index, incarnation)
         options = self.config.rollout
-        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
+        pool = self.config.schedule.pools.long
+        need = rollout_need(self.config)
+        if index >= options.workers - pool.workers:
+            need = long_need(self.config)
+            options = options.model_copy(update={"max_rows": pool.max_rows or options.max_rows})
+        # Cores are shared out as if all workers were on this host, which holds where nothing is reserved.
+        threads = options.threads or int(need.cpus) or max(1, len(os.sched_getaffinity(0)) // options.workers)
         actor = self._spawn(
             rollout_worker,
             rollout_worker.RolloutWorker,
             name,
-            {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+            need.options(),
             name,
             self.data.model_path,
             options,
@@ -155,8 +164,8 @@ class Roles:
 
     def _reward(self, index: int, incarnation: int) -> Role:
         name = _name("reward", index, incarnation)
-        resources = {"num_cpus": self.config.reward.num_cpus}
-        actor = self._spawn(reward_worker, reward_worker.RewardWorker, name, resources, name, self.config.reward)
+        place = reward_need(self.config).options()
+        actor = self._spawn(reward_worker, reward_worker.RewardWorker, name, place, name, self.config.reward)
         return Role(name, actor, incarnation)
 
     def _learner(self, resume_directory: str | None) -> Role:
@@ -166,7 +175,7 @@ class Roles:
             learner_worker,
             learner_worker.LearnerWorker,
             "learner",
-            {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+            learner_need(self.config).options(),
             self.data.model_path,
             options,
             self.config.algorithm,
@@ -186,7 +195,7 @@ class Roles:
             drafts_worker,
             drafts_worker.DraftRetrievalWorker,
             "history",
-            {"num_cpus": 0},
+            coordination_need(self.config).options(),
             archive,
             history,
             self.data.tokenizer_fingerprint,

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.config import Config
+from pipelines.placement import Node, needs_of
+from pipelines.placement_check import placement_problems
 from storage.errors import UserError
 
 _PROCESS_BYTES = {"torch": 350_000_000, "plain": 120_000_000, "ray": 600_000_000}
@@ -95,7 +97,9 @@ class MemoryEstimate:
         engine_on_cpu = not _on_gpu(rollout.device, rollout.num_gpus, gpus)
         learner_on_cpu = not _on_gpu(learner.device, learner.num_gpus, gpus)
         width = _BFLOAT16 if rollout.dtype == "bfloat16" else _FLOAT32
-        slots = rollout.workers * rollout.max_rows * max_length
+        long = config.schedule.pools.long
+        rows = (rollout.workers - long.workers) * rollout.max_rows + long.workers * (long.max_rows or rollout.max_rows)
+        slots = rows * max_length
         reference = _FLOAT32 if config.algorithm.kl.coefficient > 0 else 0
         torch_processes = rollout.workers + 1
         plain_processes = 3 + config.reward.workers * (1 + config.reward.processes)
@@ -132,6 +136,19 @@ class Machine:
             gpus=_count_gpus() if gpus else None,
         )
 
+    def node(self, config: Config) -> Node:
+        """Return this machine as the one node of a local Ray.
+
+        It has no labels but those under ``ray.io/`` that Ray finds itself: with these it may match once it is up.
+        """
+        unknown = any(key.startswith("ray.io/") for need in needs_of(config) for key in need.labels)
+        return Node(
+            name="this machine",
+            cpus=float(self.cores),
+            gpus=float(self.gpus or 0),
+            labels=None if unknown else {},
+        )
+
 
 def asks_for_gpu(config: Config) -> list[str]:
     """Fields that want a GPU, as ``field=value``."""
@@ -153,17 +170,7 @@ def machine_problems(config: Config, machine: Machine, estimate: MemoryEstimate 
                 f"{name}={threads}: this process may use {machine.cores} cores only; "
                 "ask for at most that, or 0 for the default"
             )
-    reserved = (
-        config.rollout.workers * config.rollout.num_cpus
-        + config.reward.workers * config.reward.num_cpus
-        + config.learner.num_cpus
-    )
-    if reserved > machine.cores:
-        problems.append(
-            f"rollout.num_cpus x rollout.workers + reward.num_cpus x reward.workers + learner.num_cpus = {reserved:g} "
-            f"CPUs, but there are {machine.cores}: some actors would wait for ever; lower them (0 reserves nothing)"
-        )
-    problems.extend(_gpu_problems(config, machine))
+    problems.extend(_gpu_problems(config, machine) or placement_problems(config, [machine.node(config)]))
     if estimate is not None and estimate.total > machine.memory:
         problems.append(_memory_problem(config, machine, estimate))
     return problems
@@ -188,17 +195,9 @@ def machine_doubts(config: Config, machine: Machine, estimate: MemoryEstimate | 
 
 def _gpu_problems(config: Config, machine: Machine) -> list[str]:
     asked = asks_for_gpu(config)
-    if not asked or machine.gpus is None:
+    if not asked or machine.gpus != 0:
         return []
-    if machine.gpus == 0:
-        return [f"{', '.join(asked)}: torch sees no GPU here; set device to auto or cpu and num_gpus to 0"]
-    reserved = config.rollout.workers * config.rollout.num_gpus + config.learner.num_gpus
-    if reserved > machine.gpus:
-        return [
-            f"rollout.num_gpus x rollout.workers + learner.num_gpus = {reserved:g} GPUs, but there are {machine.gpus}; "
-            "lower them (fractions share a GPU)"
-        ]
-    return []
+    return [f"{', '.join(asked)}: torch sees no GPU here; set device to auto or cpu and num_gpus to 0"]
 
 
 def _memory_problem(config: Config, machine: Machine, estimate: MemoryEstimate) -> str:

@@ -126,6 +126,17 @@ class LearnerOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Learners that share each batch; more than 1 form a Ray Train group. Unit: processes.",
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="With several workers. ddp: each holds the whole model, gradients are summed once an update; fsdp: "
+        "weights, gradients and moments are cut into one piece a worker.",
+    )
     learning_rate: float = Field(1e-3, gt=0, le=1, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up. Unit: optimiser updates.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -147,9 +158,20 @@ class LearnerOptions(BaseModel):
         "auto", description="Autocast precision; auto is float32 on CPU, bfloat16 on GPU. Weights stay float32."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the learner runs.")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the learner; 0 takes all cores. Unit: threads.")
-    num_cpus: float = Field(0.0, ge=0, description="Ray CPUs reserved; 0 for the embedded default. Unit: CPUs.")
-    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved. Unit: GPUs.")
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="CPU threads of each learner; 0: all cores of its node, shared evenly. Unit: threads.",
+    )
+    num_cpus: float = Field(
+        0.0, ge=0, description="Ray CPUs reserved for each worker; 0: embedded default. Unit: CPUs."
+    )
+    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved; a fraction shares a GPU. Unit: GPUs.")
+    labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Ray node labels that the learner's host must have: a name and value, !value, in(a,b) or !in(a,b).",
+    )
     deadline_s: float = Field(
         1800.0, gt=0, description="Longest time one step may take before a stall report. Unit: seconds."
     )

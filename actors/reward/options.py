@@ -41,3 +41,7 @@ class RewardOptions(BaseModel):
     num_cpus: float = Field(
         0.0, ge=0, description="Ray CPUs reserved per reward actor; 0 for the embedded default. Unit: CPUs."
     )
+    labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Ray node labels that the hosts of reward workers must have: a name and value, !value, in(a,b) or !in(a,b).",
+    )

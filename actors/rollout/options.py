@@ -37,7 +37,12 @@ class RolloutOptions(BaseModel):
     max_tokens: int = Field(256, ge=1, le=1_000_000, description="Longest answer. Unit: tokens.")
     stop_strings: tuple[str, ...] = Field((), description="Texts that end an answer, beside the model's EOS ids.")
     max_rows: int = Field(64, ge=1, le=4096, description="Answers decoded at once per worker. Unit: rows (slots).")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads per worker; 0 shares the cores out. Unit: threads.")
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="CPU threads per worker; 0: as many as num_cpus reserves, without it the cores are shared out. Unit: threads.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the engine runs.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Precision of the engine's weights; auto is float32 on CPU and bfloat16 on GPU."
@@ -45,7 +50,11 @@ class RolloutOptions(BaseModel):
     num_cpus: float = Field(
         0.0, ge=0, description="Ray CPUs reserved per worker; 0 for the embedded default. Unit: CPUs."
     )
-    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved per worker. Unit: GPUs.")
+    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved per worker; fractions share a GPU. Unit: GPUs.")
+    labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Ray node labels that the hosts of rollout workers must have: a name and value, !value, in(a,b) or !in(a,b).",
+    )
     stream_interval_s: float = Field(
         0.2, ge=0, le=60, description="Finished samples are handed on in bundles at this interval. Unit: seconds."
     )

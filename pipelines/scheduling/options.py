@@ -26,7 +26,8 @@ class LongPoolOptions(BaseModel):
         1, ge=1, le=64, description="GPUs that share one model in a long worker (vLLM engine). Unit: GPUs."
     )
     labels: dict[str, str] = Field(
-        default_factory=dict, description="Ray node labels that the hosts of long workers must have."
+        default_factory=dict,
+        description="Ray node labels that the hosts of long workers must have; empty: as rollout.labels.",
     )
     max_rows: int = Field(
         0, ge=0, le=4096, description="Answers that a long worker decodes at once; 0: as rollout.max_rows. Unit: rows."

@@ -15,6 +15,7 @@ from pipelines.config_loader import write_config
 from pipelines.launch import train
 from pipelines.sizes import Machine, MemoryEstimate, ModelShape
 from storage.checkpoints import CheckpointStore
+from storage.errors import UserError
 from storage.run_directory import RunDirectory
 from tests.runs import SMALL, small_config
 
@@ -107,7 +108,7 @@ def functions(name, **arguments):
         ("rollout.max_tokens=512", r"context of 512 tokens: lower rollout\.max_tokens"),
         ("rollout.threads=1000", r"rollout\.threads=1000: this process may use \d+ cores only"),
         ("learner.threads=1000", r"learner\.threads=1000: this process may use \d+ cores only"),
-        ("rollout.num_cpus=1000", r"rollout\.num_cpus .* = 1000 CPUs, but there are \d+"),
+        ("rollout.num_cpus=1000", r"rollout\.num_cpus=1000: the largest node has \d+ CPUs"),
         ("learner.num_gpus=64", r"learner\.num_gpus"),
         ('rollout={"max_rows": 4096, "max_tokens": 1000000}', r"GB of memory and .* free; .*rollout\.max_rows=4096"),
         ("algorithm.dual_clip=1.1", r"algorithm\.dual_clip=1\.1 must lie above"),
@@ -255,13 +256,20 @@ def test_damaged_weights_found_by_a_worker_are_a_user_error(ray_session, random_
     assert str(model) in text
 
 
-def test_cluster_with_too_few_resources_is_given_up_at_the_deadline(ray_session, random_llama, tmp_path, capfd):
-    config = small_config(
-        random_llama, tmp_path, "short", "cluster.address=somewhere", "learner.num_cpus=9", "cluster.start_deadline_s=3"
-    )
+def test_cluster_with_too_few_resources_is_refused_at_once(ray_session, random_llama, tmp_path, capsys):
+    config = small_config(random_llama, tmp_path, "short", "cluster.address=somewhere", "learner.num_cpus=9")
+    with pytest.raises(UserError, match=r"learner\.num_cpus=9: the largest node has 8 CPUs; ask for at most that"):
+        train(config, name="short")
+    assert "learner    CPU       1 x 9 = 9  8" in capsys.readouterr().out
+    assert not (tmp_path / "short" / "config.yaml").exists(), "the name stays free"
+
+
+def test_cluster_that_may_grow_is_given_up_at_the_deadline(ray_session, random_llama, tmp_path, capfd):
+    overrides = ("learner.num_cpus=9", "cluster.start_deadline_s=3", "cluster.wait_for_nodes=true")
+    config = small_config(random_llama, tmp_path, "short", "cluster.address=somewhere", *overrides)
     assert train(config, name="short") == cli.USER_ERROR
     text = capfd.readouterr()
-    assert "the run reserves 9 CPUs" in text.out, "said before the wait"
-    assert re.search(r"not started within cluster\.start_deadline_s=3 s: learner .*the cluster has 8", text.err)
+    assert "learner.num_cpus=9: the largest node has 8 CPUs" in text.out, "said before the wait"
+    assert re.search(r"not started within cluster\.start_deadline_s=3 s: learner .*the largest node has 8", text.err)
     status = json.loads((tmp_path / "short" / "status.json").read_text())
     assert status["state"] == "failed"

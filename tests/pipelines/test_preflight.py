@@ -175,11 +175,30 @@ def test_several_problems_are_reported_together(work: Path, model: Path) -> None
     assert text.startswith("3 problems:")
 
 
-def test_cluster_elsewhere_is_not_measured_from_here(work: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+def test_cluster_out_of_reach_is_a_note(work: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "head.invalid:6379")
     found = inspect_run(config(model, rollout={"threads": 1000}))
-    assert found.machine is None
-    assert "joins a Ray cluster" in found.notes[0]
+    assert (found.machine, found.placement) == (None, ())
+    assert found.notes[0].startswith(
+        "what the cluster has is not checked: RAY_ADDRESS=head.invalid:6379: nothing answers"
+    )
+
+
+def test_table_of_requested_and_available_is_part_of_the_preflight(work: Path, model: Path) -> None:
+    found = inspect_run(config(model, learner={"num_cpus": 1}))
+    assert any(re.fullmatch(r"learner +CPU +1 x 1 = 1 +\d+ +1", line) for line in found.placement)
+
+
+def test_label_that_a_local_ray_cannot_have_is_refused(work: Path, model: Path) -> None:
+    text = refusal(config(model, rollout={"labels": {"role": "rollout"}}))
+    assert text == "rollout.labels: a label nobody has: role=rollout; no node has labels (ray start --labels)"
+
+
+def test_malformed_label_and_part_of_several_gpus_are_refused_by_field(work: Path, model: Path) -> None:
+    text = refusal(config(model, reward={"labels": {"role": "in(a"}}, learner={"num_gpus": 1.5}))
+    assert "reward.labels.role='in(a' is no label value: write a, !a, in(a,b) or !in(a,b)" in text
+    assert "learner.num_gpus=1.5: more than one GPU must be a whole number; use 1 or 2" in text
 
 
 def ray_is_used() -> bool:

@@ -93,7 +93,14 @@ def test_what_lies_on_a_gpu_takes_no_host_memory() -> None:
     [
         ({"rollout": {"threads": 9}}, "rollout.threads=9: this process may use 8 cores only"),
         ({"learner": {"threads": 64}}, "learner.threads=64: this process may use 8 cores only"),
-        ({"rollout": {"workers": 5, "num_cpus": 2}}, "learner.num_cpus = 10 CPUs, but there are 8"),
+        (
+            {"rollout": {"workers": 5, "num_cpus": 2}},
+            "rollout.workers=5 with rollout.num_cpus=2: the nodes have room for 4",
+        ),
+        (
+            {"rollout": {"workers": 3, "num_cpus": 2}, "learner": {"num_cpus": 3}},
+            "rollout.num_cpus=2 x 3 (rollout.workers) + learner.num_cpus=3 = 9 CPUs, the nodes have 8",
+        ),
     ],
 )
 def test_more_cores_than_there_are_is_refused_by_field(sections: dict[str, Any], expected: str) -> None:
@@ -140,7 +147,7 @@ def test_gpus_are_asked_for_by_device_or_number() -> None:
     [problem] = machine_problems(wanted, Machine(cores=8, memory=10**12, gpus=0), None)
     assert problem.startswith("rollout.device=cuda, rollout.num_gpus=0.5, learner.num_gpus=1: torch sees no GPU here")
     [problem] = machine_problems(wanted, Machine(cores=8, memory=10**12, gpus=1), None)
-    assert "= 1.5 GPUs, but there are 1" in problem
+    assert "rollout.num_gpus=0.5 + learner.num_gpus=1 = 1.5 GPUs, the nodes have 1" in problem
     assert machine_problems(wanted, Machine(cores=8, memory=10**12, gpus=2), None) == []
 
 
