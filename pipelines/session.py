@@ -166,7 +166,9 @@ class Session:
         self._archiving.start()
         predictor = None
         if self._train and config.predicts_lengths:
-            predictor = await self._started("length predictor", start_predictor(config, self._directory.path.name, self._resume))
+            predictor = await self._started(
+                "length predictor", start_predictor(config, self._directory.path.name, self._resume)
+            )
         resumed = self._resume.meta["rounds"] if self._resume is not None else None
         self._runner = make_runner(
             config, self._data, self._flow, self._source, self._ledger, predictor, self._stop, resumed
