@@ -96,6 +96,11 @@ METRICS: Mapping[str, Metric] = {
     "rollout/replica_idle": Metric(
         "Idle time of the workers until the busiest one is done, of all workers times its time", "share", "below 0.2"
     ),
+    "rollout/pacing_overrun_share": Metric(
+        "With rollout.pacing: engine steps since the start that took more than 0.7 of their paced time, worst worker",
+        "share",
+        "below 0.05: else the run measures the machine, not the pace",
+    ),
     "rollout/tail_s": Metric("From the time when 80 % of the trained answers were written to the last of them", "s"),
     # Drafts from history
     "speculation/drafted/<source>": Metric("Draft tokens verified in the step, by where they came from", "tokens"),
