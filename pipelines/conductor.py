@@ -8,27 +8,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import ray
 
 from pipelines.config import Config
+from pipelines.controls import Controls, What
 from pipelines.faults import brief, user_error
 from pipelines.interruption import Interrupted
+from pipelines.knobs import Change, Knob, Value
+from pipelines.plots import CURVES_FILE, draw_curves
 from pipelines.run_data import RunData
 from pipelines.session import Session
 from pipelines.status import RunStatus, StatusBoard
 from storage.checkpoints import Checkpoint, CheckpointStore
+from storage.errors import UserError
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
-CONCURRENCY_GROUPS = {"work": 1, "control": 16}
+CONCURRENCY_GROUPS = {"work": 1, "control": 16, "requests": 64}
+"""``requests`` wait for a step's end or for an answer: they must not keep others from a look or a stop."""
 
 _STATUS_EVERY_S = 2.0
+_LINGER_S = 10.0
+"""Time that the conductor of a detached run answers after its end, for those who watch."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +76,8 @@ class Conductor:
         self._session: Session | None = None
         self._board = StatusBoard(self._directory.path.name, directory, steps=0, dashboard_url=dashboard_url)
         self._started = time.time()
+        self._lock = ExitStack()
+        self._alone: Any = None
         _log_to(self._directory.events)
 
     def __repr__(self) -> str:
@@ -85,9 +97,86 @@ class Conductor:
         else:  # each concurrency group has an event loop of its own, and an event belongs to one
             self._loop.call_soon_threadsafe(self._stop.set)
 
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    async def pause(self) -> None:
+        """Have the run rest as soon as the step in progress is done; again while it rests changes nothing."""
+        await self._steer(lambda controls: controls.pause())
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    async def resume(self) -> None:
+        """Have a resting run go on; a run that does not rest goes on as it is."""
+        await self._steer(lambda controls: controls.resume())
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    async def knobs(self) -> tuple[Knob, ...]:
+        """Return the fields that may change while the run goes on, with their values."""
+        return await self._steer(lambda controls: controls.knobs())
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    async def set(self, name: str, value: Value) -> Change:
+        """Change a knob from the next step on; raises ``UserError`` for a value that it does not take."""
+        return await self._steer(lambda controls: controls.set(name, value))
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    async def metrics(self, last: int) -> list[dict[str, Any]]:
+        """Return the newest records of ``metrics.jsonl``, oldest first."""
+        return [] if self._session is None else self._session.recent.last(last)
+
+    @ray.method(concurrency_group="requests")  # type: ignore[untyped-decorator]
+    async def request(self, what: What) -> Any:
+        """Write a checkpoint (returns its folder) or evaluate (returns metrics) when the step in progress is done."""
+
+        async def asked(controls: Controls) -> Any:
+            return await controls.request(what)
+
+        return await self._steer_async(asked)
+
+    @ray.method(concurrency_group="requests")  # type: ignore[untyped-decorator]
+    async def sample(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        n: int,
+        temperature: float | None,
+        max_tokens: int | None,
+        deadline_s: float,
+    ) -> list[str]:
+        """Answer a prompt with the current policy; no part of the training."""
+
+        async def answered(controls: Controls) -> list[str]:
+            assert self._session is not None  # it has the controls
+            return await controls.answer(
+                self._session.roles,
+                prompt,
+                n=n,
+                temperature=temperature,
+                max_tokens=max_tokens,
+                deadline_s=deadline_s,
+            )
+
+        return await self._steer_async(answered)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    async def begin(self, data: RunData, resume: Checkpoint | None) -> None:
+        """Train without a driver: the conductor holds the lock of the run directory, and ends itself.
+
+        The call of :meth:`run` is the conductor's own, so that it does not die with the driver that asked for it.
+
+        Raises:
+            UserError: Another process uses the run directory.
+        """
+        self._lock.enter_context(self._directory.lock())
+        myself = ray.get_runtime_context().current_actor
+        self._alone = myself.run.options(name="run[conductor]").remote(data, resume)
+
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     async def run(self, data: RunData, resume: Checkpoint | None, *, train: bool = True) -> Outcome:
         """Train (or only evaluate, with ``train=False``) to the end and say how it went; never raises."""
+        outcome = await self._to_the_end(data, resume, train)
+        if self._alone is not None:
+            await self._leave(outcome)
+        return outcome
+
+    async def _to_the_end(self, data: RunData, resume: Checkpoint | None, train: bool) -> Outcome:
         self._loop = asyncio.get_running_loop()
         try:
             state = await self._run(data, resume, train)
@@ -109,6 +198,8 @@ class Conductor:
         self._board.enter(state, message=message)
         self._save_status()
         latest = CheckpointStore(self._directory.checkpoints, self._config.checkpoint.keep_last).latest()
+        if self._session is not None:
+            self._session.controls.end(state, str(latest.path) if latest else "")
         return Outcome(
             state=state,
             fault=fault,
@@ -139,6 +230,31 @@ class Conductor:
         finally:
             ticker.cancel()
             await session.close()
+
+    async def _leave(self, outcome: Outcome) -> None:
+        """End this process, as no driver will: draw what a driver would have drawn, and let watchers see the end."""
+        if outcome.state == "finished":
+            try:
+                await asyncio.to_thread(draw_curves, self._directory.metrics, self._directory.path / CURVES_FILE)
+            except UserError as error:  # a run of no steps has nothing to draw, or the disk is full by now
+                log.warning("no picture of the curves: %s", error)
+        log.info("the run has %s%s", outcome.state, f": {outcome.message}" if outcome.message else "")
+        self._lock.close()
+        await asyncio.sleep(_LINGER_S)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    async def _steer(self, act: Callable[[Controls], T]) -> T:
+        """Do something with the controls on the session's event loop, to which they belong."""
+
+        async def acted(controls: Controls) -> T:
+            return act(controls)
+
+        return await self._steer_async(acted)
+
+    async def _steer_async(self, act: Callable[[Controls], Coroutine[Any, Any, T]]) -> T:
+        if self._session is None or self._loop is None:
+            raise UserError("the run has not begun yet: try again in a few seconds")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(act(self._session.controls), self._loop))
 
     async def _tick(self, session: Session) -> None:
         """Keep status file and gauges fresh while the main loop waits."""
