@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from actors.bundles import LearnerHeader
 from actors.learner.learner import Learner, StepReport
 from actors.weights import pack
 from storage.records import Group, WeightsManifest
@@ -24,8 +26,10 @@ __all__ = [
     "SetLearningRate",
     "StepReport",
     "Stop",
+    "TimedChannel",
     "TrainBatch",
     "Trained",
+    "announce",
     "learn",
 ]  # fmt: skip
 
@@ -71,7 +75,7 @@ class Trained:
         report: What the step did.
         manifest: Describes the weights to publish; None when there is no new version: the step moved nothing, or it is
             not this step's turn.
-        buffer: uint8[nbytes], those weights; None together with ``manifest``.
+        buffer: uint8[nbytes], those weights; None together with ``manifest``, and on every rank but the leading one.
     """
 
     report: StepReport
@@ -96,6 +100,12 @@ class LearnerChannel(Protocol):
         """Wait for the next command."""
 
 
+class TimedChannel(LearnerChannel, Protocol):
+    """A channel that knows when the groups of the last batch were all here, on the clock ``time.perf_counter``."""
+
+    received: float
+
+
 def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
     """Carry out commands until :class:`Stop`, one event per batch and per save, in order.
 
@@ -118,5 +128,41 @@ def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
 
 def _trained(learner: Learner, batch: TrainBatch) -> Trained:
     report = learner.train_step(batch.groups, batch.step)
-    manifest, buffer = pack(learner.published(), learner.version) if report.published else (None, None)
+    manifest, buffer = _packed(learner) if report.published else (None, None)
     return Trained(report=report, manifest=manifest, buffer=buffer)
+
+
+def _packed(learner: Learner) -> tuple[WeightsManifest | None, npt.NDArray[np.uint8] | None]:
+    """Pack what is published; every rank must call it, the leading one has the result."""
+    weights = learner.published()
+    return pack(weights, learner.version) if learner.leads else (None, None)
+
+
+def announce(learner: Learner, channel: TimedChannel) -> Iterator[tuple[LearnerHeader, npt.NDArray[np.uint8] | None]]:
+    """Run :func:`learn` and yield what the conductor is told: first what is published now, then each event.
+
+    A buffer is forgotten as soon as the next pair is asked for: a snapshot is as large as the model, and none may live
+    on through the next step.
+    """
+    manifest, buffer = _packed(learner)
+    yield LearnerHeader(kind="ready", version=learner.version, manifest=manifest, metrics={}, advantages={}), buffer
+    del buffer
+    for event in learn(learner, channel):
+        if isinstance(event, Trained):
+            seconds = time.perf_counter() - channel.received
+            header = LearnerHeader(
+                kind="trained",
+                version=learner.version,
+                step=event.report.step,
+                manifest=event.manifest,
+                metrics={**event.report.metrics, "seconds_total": seconds},
+                advantages=event.report.advantages,
+                alarms=event.report.alarms,
+            )
+            buffer = event.buffer
+            del event
+            yield header, buffer
+            del buffer
+        else:
+            version = learner.version
+            yield LearnerHeader(kind="saved", version=version, metrics={}, advantages={}, directory=event.path), None

@@ -1,9 +1,13 @@
-"""The learner: groups in, better weights out. Knows neither Ray nor queues."""
+"""The learner: groups in, better weights out. Knows neither Ray nor queues.
+
+Several learners may share the work. Each is given every batch and makes the same plan; it computes its part, and sums
+of gradients make all of them take the same step. Methods that say so must then be called on every rank, in one order.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +26,14 @@ from actors.learner.losses import aggregate, denominator, log_ratio, token_losse
 from actors.learner.minibatches import Deal, Minibatch, check_records, deal
 from actors.learner.optimiser import Optimiser, Update
 from actors.learner.options import AlgorithmOptions, LearnerOptions
-from actors.learner.packing import Answer, MicroBatch, collate, plan_microbatches
+from actors.learner.packing import Answer, MicroBatch, collate, deal_by_load, idle_microbatch, plan_microbatches
+from actors.learner.policy import PolicyLoader
 from actors.learner.publishing import Publisher
+from actors.learner.ranks import Ranks
+from actors.learner.sharding import gathered, gathered_tree, piece_like
 from actors.learner.statistics import TokenStatistics, record_metrics
 from actors.learner.token_weights import token_weights
 from actors.weights import policy_state
-from storage.models import load_policy
 from storage.records import Float32Array, Group, GroupKey
 
 
@@ -39,7 +45,7 @@ class StepReport:
         step: As given to ``train_step``.
         stepped: True when at least one optimiser update was applied.
         published: True when there is a new snapshot for the engines; the version then went up by one.
-        metrics: See ``statistics.METRICS``.
+        metrics: See ``statistics.METRICS``; those of tokens cover the whole batch on the leading rank only.
         advantages: Per group float32[group size] in the order of its samples; 0 for an answer that left the loss.
         alarms: What a person should read: the drift guard acted, or logprobs were not finite.
     """
@@ -72,6 +78,7 @@ class Learner:
         seed: int,
         total_steps: int,
         asynchrony: AsynchronyOptions | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Load the policy.
 
@@ -87,9 +94,11 @@ class Learner:
             seed: Seed of the run; decides how groups are dealt to minibatches.
             total_steps: Length of the run, for falling learning rates. Unit: training steps.
             asynchrony: What stale tokens count for, and what is published when; None: synchronous.
+            ranks: This learner's place among several; None: it is alone. All of them must be made at the same time.
 
         Raises:
-            UserError: ``algorithm`` contradicts itself, or CUDA is asked for and not there.
+            UserError: ``algorithm`` contradicts itself, CUDA is asked for and not there, or the ranks do not find the
+                same weights.
         """
         check_algorithm(algorithm, max_tokens=max_tokens)
         self.algorithm = resolve_algorithm(algorithm)
@@ -99,41 +108,42 @@ class Learner:
         self._options, self._seed, self._max_tokens = options, seed, max_tokens
         self._model_path = Path(model_path)
         self._device = saving.resolve_device(options.device)
-        on_gpu = self._device == "cuda"
-        low = options.dtype == "bfloat16" or (options.dtype == "auto" and on_gpu)
-        self._sampling: dict[str, Any] = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "autocast": torch.bfloat16 if low else None,
-        }
-        self.model = load_policy(self._model_path, dtype="float32", device=self._device)
-        self._scorer = Scorer(self.model, **self._sampling)
-        if options.gradient_checkpointing if options.gradient_checkpointing is not None else on_gpu:
-            _recompute_activations(self.model)
+        self._ranks = ranks or Ranks()
+        loader = PolicyLoader(
+            self._model_path, options, self._device, self._ranks, temperature=temperature, top_p=top_p, top_k=top_k
+        )
+        self._in_pieces = loader.in_pieces
+        self._scorer = loader.policy()
+        self.model: Any = self._scorer.model
         self._optimiser = Optimiser(self.model, options, total_steps * options.minibatches)
-        self._reference: Scorer | None = None
-        if self.algorithm.kl_coefficient > 0:
-            frozen = load_policy(self._model_path, dtype="float32", device=self._device)
-            self._reference = Scorer(frozen.requires_grad_(False), **self._sampling)
+        self._reference: Scorer | None = loader.reference() if self.algorithm.kl_coefficient > 0 else None
         self._publisher = Publisher(
             self.state(), blend=self.asynchrony.publish_blend, sync_every=self.asynchrony.sync_every
         )
 
+    @property
+    def leads(self) -> bool:
+        """True where this learner speaks for all: alone, or on the first rank."""
+        return self._ranks.leads
+
     def state(self) -> dict[str, Tensor]:
-        """The trained policy's tensors; not copies."""
+        """The trained policy's tensors, or this rank's pieces of them; not copies."""
         return policy_state(self.model)
 
     def published(self) -> dict[str, Tensor]:
-        """The snapshot that ``version`` names, for ``actors.weights.pack``: what engines sample from; not copies."""
-        return self._publisher.weights(self.state())
+        """The snapshot that ``version`` names, for ``actors.weights.pack``: what engines sample from; not copies.
+
+        Every rank must call it; it is empty where the learner does not lead.
+        """
+        return self._whole(self._publisher.weights(self.state()))
 
     def train_step(self, groups: Sequence[Group], step: int) -> StepReport:
         """Make the updates of one global batch.
 
         Order of ``groups`` does not matter: they are sorted by key. The batch is divided into ``minibatches`` by group,
         each minibatch into micro-batches, and each minibatch ends with one update. When no answer has a gradient (all
-        advantages 0, no KL term) nothing is computed or moved: Adam would drift on its momentum.
+        advantages 0, no KL term) nothing is computed or moved: Adam would drift on its momentum. Every rank must call
+        it, with the same batch.
 
         Args:
             groups: Complete, scored groups with distinct keys.
@@ -177,6 +187,7 @@ class Learner:
         applied = [update for update in updates if update.applied]
         published = bool(applied) and self._publisher.step(self.state())
         self.version += published
+        statistics.gather(self._ranks)
         metrics |= statistics.metrics()
         metrics |= {
             "rejected_nonfinite": float(dealt.rejected),
@@ -211,44 +222,78 @@ class Learner:
     def save(self, directory: str | Path) -> None:
         """Write everything but the policy's weights: optimiser, schedule, version, random states, reference, snapshot.
 
+        Every rank must call it; the leading one writes whole tensors, so any number of learners can continue.
+
         Raises:
             StorageError: The disk refuses it; the message names the path.
+            RuntimeError: The ranks have come to hold different weights, so none of them can be trusted.
         """
+        weights = self._fingerprint()
+        if not self._in_pieces and self._ranks.strangers(weights):
+            raise RuntimeError("the learners do not hold the same weights any more: resume from an earlier checkpoint")
         state = {
             "version": self.version,
-            "optimiser": self._optimiser.state_dict(),
-            "weights": saving.fingerprint(self.state()),
+            "optimiser": gathered_tree(self._optimiser.state_dict(), keep=self.leads),
+            "weights": weights,
             "random": saving.random_states(),
             "publisher": self._publisher.state_dict(),
         }
-        reference = None if self._reference is None else policy_state(self._reference.model)
-        saving.write_trainer(Path(directory), state, reference, self._publisher.snapshot)
+        reference = None if self._reference is None else self._whole(policy_state(self._reference.model))
+        snapshot = None if self._publisher.snapshot is None else self._whole(self._publisher.snapshot)
+        if self.leads:
+            saving.write_trainer(Path(directory), state, reference, snapshot)
 
     def load(self, directory: str | Path) -> None:
-        """Continue from :meth:`save`, on the weights that :meth:`save_model` wrote at the same moment.
+        """Continue from :meth:`save`, on the weights that :meth:`save_model` wrote at the same moment; on every rank.
 
         Raises:
             StorageError: The component is missing or does not belong to the weights that were loaded.
         """
         reference = None if self._reference is None else policy_state(self._reference.model)
-        state = saving.read_trainer(Path(directory), saving.fingerprint(self.state()), reference)
+        state = saving.read_trainer(Path(directory), self._fingerprint(), reference)
         self._optimiser.load_state_dict(state["optimiser"])
         self.version = int(state["version"])
-        self._publisher.restore(state["publisher"], saving.read_snapshot(Path(directory), state))
+        snapshot = saving.read_snapshot(Path(directory), state)
+        if snapshot is not None:
+            own = self.state()
+            snapshot = {name: piece_like(tensor, own[name]) for name, tensor in snapshot.items()}
+        self._publisher.restore(state["publisher"], snapshot)
         saving.restore_random_states(state["random"])
 
     def save_model(self, directory: str | Path) -> None:
         """Write a Hugging Face directory: fp32 safetensors, config, and the tokenizer files of the base model.
 
+        Every rank must call it; the leading one writes.
+
         Raises:
             StorageError: The disk refuses it; the message names the path.
         """
-        saving.write_model(self.model, self._model_path, Path(directory))
+        state = self._whole(self.model.state_dict(keep_vars=True))
+        if self.leads:
+            saving.write_model(self.model, state, self._model_path, Path(directory))
+
+    def _whole(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return gathered(state, keep=self.leads)
+
+    def _fingerprint(self) -> str | None:
+        """Hash of the weights; None where other ranks hold pieces of them and another one leads."""
+        whole = gathered(self.state(), keep=self.leads or not self._in_pieces)
+        return saving.fingerprint(whole) if whole else None
 
     def _microbatches(self, answers: Sequence[Answer]) -> list[MicroBatch]:
+        """Return this rank's part of ``answers``, planned; idle passes where pieces of weights ask for company."""
         lengths = [len(answer.token_ids) - 1 for answer in answers]
-        plan = plan_microbatches(lengths, self._options.tokens_per_microbatch)
-        return [collate(answers, rows, self._device) for rows in plan]
+        shares = deal_by_load(lengths, self._ranks.count)
+        mine = self._plan(lengths, shares[self._ranks.rank])
+        batches = [collate(answers, rows, self._device) for rows in mine]
+        if self._in_pieces:
+            most = max(len(self._plan(lengths, share)) for share in shares)
+            batches += [idle_microbatch(self._device)] * (most - len(mine))
+        return batches
+
+    def _plan(self, lengths: Sequence[int], share: Sequence[int]) -> list[list[int]]:
+        plan = plan_microbatches([lengths[i] for i in share], self._options.tokens_per_microbatch)
+        return [[share[i] for i in rows] for rows in plan]
 
     @torch.no_grad()
     def _policy_before(self, minibatches: Sequence[Minibatch], clock: dict[str, float]) -> _Before | None:
@@ -281,7 +326,8 @@ class Learner:
             for batch, (logprobs, in_support) in zip(batches, scores, strict=True):
                 chosen = in_support & batch.trained & torch.isfinite(logprobs)
                 parts.append(log_ratio(logprobs, batch.behaviour)[chosen].cpu())
-        return judge(torch.cat(parts), self.algorithm)
+        everyone = self._ranks.gather(torch.cat(parts) if parts else torch.zeros(0))
+        return judge(torch.cat(everyone), self.algorithm)
 
     def _backward(
         self,
@@ -290,7 +336,7 @@ class Learner:
         cap: float | None,
         statistics: TokenStatistics,
     ) -> None:
-        """Accumulate the gradient of one minibatch."""
+        """Accumulate the gradient of one minibatch, and sum it over the ranks."""
         divisor = denominator(
             self.algorithm.aggregation,
             tokens=minibatch.tokens,
@@ -328,7 +374,10 @@ class Learner:
                 denominator=divisor,
             )
             torch.autograd.backward(loss)
-            statistics.add(batch, scores, earlier, reference, weights)
+            if not batch.idle:
+                statistics.add(batch, scores, earlier, reference, weights)
+        if not self._in_pieces:  # pieces are summed on the way back through each layer
+            self._ranks.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
 
     def _alarms(self, step: int, dealt: Deal, verdict: Verdict, failed: int) -> list[str]:
         alarms = []
@@ -349,11 +398,3 @@ class Learner:
     def _synchronise(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
-
-
-def _recompute_activations(model: Any) -> None:
-    """Turn gradient checkpointing on; it lives in training mode, which is harmless: dropout was removed at loading."""
-    # transformers 5 renamed the method on the way
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.train()

@@ -52,8 +52,8 @@ def truncate_logits(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
-class Scorer:
-    """Scores micro-batches under one model."""
+class Scorer(torch.nn.Module):
+    """Scores micro-batches under one model; a module, so that weights in pieces are whole while it computes."""
 
     def __init__(
         self, model: Any, *, temperature: float, top_p: float = 1.0, top_k: int = 0, autocast: torch.dtype | None = None
@@ -69,12 +69,13 @@ class Scorer:
             top_k: Highest logits kept, 0 keeps everything.
             autocast: Precision of the transformer's body; None is fp32. The head is always fp32.
         """
+        super().__init__()
         self.model = model
         self._temperature, self._top_p, self._top_k = temperature, top_p, top_k
         self._autocast = autocast
         self._linear_head = self._head_is_linear()
 
-    def __call__(self, batch: MicroBatch) -> Scores:
+    def forward(self, batch: MicroBatch) -> Scores:
         """Score the policy tokens of ``batch``; gradients flow unless they are disabled outside."""
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=self._autocast or torch.bfloat16, enabled=self._autocast is not None):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actors.learner.options import LearnerOptions
+from actors.learner.sharding import piece_like, whole
 from actors.memory import release_freed_memory
 
 
@@ -79,7 +80,8 @@ class Optimiser:
 
         A gradient with a NaN or an infinity changes neither weights nor moments nor the schedule.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._options.max_grad_norm))
+        # over all ranks, however the gradients are spread over them
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._options.max_grad_norm)))
         rate = learning_rate(self._options, self.updates, self._total_updates)
         applied = math.isfinite(norm)
         if applied:
@@ -92,15 +94,24 @@ class Optimiser:
         return Update(applied, norm, rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and schedule position, made of tensors and plain values."""
+        """Moments and schedule position, made of tensors (pieces where the weights are) and plain values."""
         return {"adamw": self._adamw.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; hyperparameters stay those of the options given now."""
+        """Continue from :meth:`state_dict` with whole tensors; hyperparameters stay those of the options given now."""
         hyperparameters = [
             {name: value for name, value in group.items() if name != "params"} for group in self._adamw.param_groups
         ]
-        self._adamw.load_state_dict(state["adamw"])
+        adamw = state["adamw"]
+        parameters = [p for group in self._adamw.param_groups for p in group["params"]]
+        moments = {
+            number: {
+                name: piece_like(value, parameters[number]) if value.shape == parameters[number].shape else value
+                for name, value in of_parameter.items()
+            }
+            for number, of_parameter in adamw["state"].items()
+        }
+        self._adamw.load_state_dict({**adamw, "state": moments})
         for group, values in zip(self._adamw.param_groups, hyperparameters, strict=True):
             group.update(values)
         self.updates = int(state["updates"])

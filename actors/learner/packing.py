@@ -10,8 +10,9 @@ dynamic programming over sorted lengths.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ class MicroBatch:
         padding: How many of ``input_ids`` are padding.
         has_prefix: True when some token has no gradient.
         weighted: True when some weight is not 1.
+        idle: True for a pass without answers: its loss is 0, and it is counted nowhere.
     """
 
     input_ids: Tensor
@@ -88,6 +90,27 @@ class MicroBatch:
     padding: int
     has_prefix: bool
     weighted: bool
+    idle: bool = False
+
+
+def deal_by_load(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal sequences to ranks so that each computes about as many tokens: longest first, to who has least so far.
+
+    The loads of two ranks differ by no more than the longest sequence. Equal inputs give equal deals, so every rank
+    knows what the others do.
+
+    Returns:
+        For each rank, ascending positions in ``lengths``; together each position exactly once.
+    """
+    if ranks == 1:
+        return [list(range(len(lengths)))]
+    loads = [(0, rank) for rank in range(ranks)]
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + lengths[position], rank))
+        dealt[rank].append(position)
+    return [sorted(share) for share in dealt]
 
 
 def plan_microbatches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -161,3 +184,18 @@ def collate(answers: Sequence[Answer], rows: Sequence[int], device: str = "cpu")
         has_prefix=not all(part.all() for part in trained),
         weighted=any((part != 1).any() for part in weights),
     )
+
+
+def idle_microbatch(device: str = "cpu") -> MicroBatch:
+    """Build a pass over one token that nobody trains on, for a rank that has to keep others company."""
+    answer = Answer(
+        key=GroupKey("idle", 0, 0),
+        index=0,
+        token_ids=np.zeros(2, np.int32),
+        prompt_tokens=1,
+        policy=np.ones(1, np.bool_),
+        behaviour=np.zeros(1, np.float32),
+        advantage=0.0,
+        trained=np.zeros(1, np.bool_),
+    )
+    return replace(collate([answer], [0], device), idle=True)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from actors.learner.sharding import piece_like
 from actors.weights import pack
 from storage.errors import UserError
 from storage.files import StorageError, describe_failure, require_free_space
@@ -116,14 +117,14 @@ def write_trainer(
                 save_file({name: t.cpu().contiguous() for name, t in weights.items()}, directory / name)
 
 
-def read_trainer(directory: Path, weights: str, reference: Mapping[str, Tensor] | None) -> dict[str, Any]:
+def read_trainer(directory: Path, weights: str | None, reference: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """Read what :func:`write_trainer` wrote.
 
     Args:
         directory: The component's folder.
-        weights: Fingerprint of the policy that is loaded; it must be the one that was saved.
-        reference: Tensors of the reference model, overwritten in place; None without a KL term. A component saved
-            without a reference leaves it at what was loaded.
+        weights: Fingerprint of the policy that is loaded; it must be the one that was saved. None: not checked here.
+        reference: Tensors of the reference model, whole or pieces, overwritten in place; None without a KL term. A
+            component saved without a reference leaves it at what was loaded.
 
     Raises:
         StorageError: Missing, unreadable, or of other weights.
@@ -135,7 +136,7 @@ def read_trainer(directory: Path, weights: str, reference: Mapping[str, Tensor] 
         raise StorageError(describe_failure("cannot read", path, error)) from error
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise StorageError(f"cannot read {path}: it is damaged ({error}); resume from an earlier checkpoint") from error
-    if state["weights"] != weights:
+    if weights is not None and state["weights"] != weights:
         raise StorageError(
             f"{path} was saved with other weights than the model that is loaded: resume with the model directory of "
             "the same checkpoint"
@@ -144,7 +145,7 @@ def read_trainer(directory: Path, weights: str, reference: Mapping[str, Tensor] 
         saved = load_file(directory / REFERENCE_FILE)
         with torch.no_grad():
             for name, tensor in reference.items():
-                tensor.copy_(saved[name])
+                tensor.copy_(piece_like(saved[name], tensor))
     return state
 
 
@@ -166,13 +167,23 @@ def read_snapshot(directory: Path, state: Mapping[str, Any]) -> dict[str, Tensor
     return snapshot
 
 
-def write_model(model: Any, source: Path, directory: Path) -> None:
-    """Write ``model`` as a Hugging Face directory, with the companion files of ``source``; raises ``StorageError``."""
+def write_model(model: Any, state: Mapping[str, Tensor], source: Path, directory: Path) -> None:
+    """Write a model as a Hugging Face directory.
+
+    Args:
+        model: Says how its files look.
+        state: Its state dictionary with whole tensors.
+        source: Directory of the base model, whose companion files belong to the result too.
+        directory: Where to.
+
+    Raises:
+        StorageError: The disk refuses it.
+    """
     with _disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         require_free_space(directory, size, "the model")
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, state_dict=dict(state))
         for pattern in _COMPANIONS:
             for companion in sorted(source.glob(pattern)):
                 if companion.is_dir():

@@ -21,6 +21,7 @@ from actors.learner.drift_guard import token_ess
 from actors.learner.logprobs import Scores
 from actors.learner.losses import behaviour_weight, clipping, kl_penalty, log_ratio, policy_ratio
 from actors.learner.packing import MicroBatch
+from actors.learner.ranks import Ranks
 from actors.learner.staleness import staleness_metrics
 from actors.learner.token_weights import TokenWeights
 from storage.records import Group
@@ -140,6 +141,18 @@ class TokenStatistics:
         self.microbatches += 1
         self.computed += batch.input_ids.numel()
         self.padding += batch.padding
+
+    def gather(self, ranks: Ranks) -> None:
+        """Take in what the other ranks collected: the leading rank has all of it then, the others what they had."""
+        if ranks.count == 1:
+            return
+        own = [tuple(torch.cat(column) for column in zip(*self._parts, strict=True))] if self._parts else []
+        collected = ranks.gather_to_leader((own, self.microbatches, self.computed, self.padding))
+        if collected is not None:
+            self._parts = [part for parts, *_ in collected for part in parts]
+            self.microbatches, self.computed, self.padding = (
+                sum(counts) for counts in zip(*((c[1], c[2], c[3]) for c in collected), strict=True)
+            )
 
     def metrics(self) -> dict[str, float]:
         """Return the token-level metrics; those over trained tokens are absent when there are none."""

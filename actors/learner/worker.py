@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 CONCURRENCY_GROUPS = {"work": 1, "control": 2}
 
 
-class _QueueChannel:
-    """Turns envelopes into the learner's commands; a batch is whole and sorted before it is handed over."""
+class QueueChannel:
+    """Turns envelopes into the learner's commands; a batch is whole and sorted before it is handed over.
+
+    Attributes:
+        received: When the groups of the last batch were all here, on the clock ``time.perf_counter``.
+    """
 
     def __init__(self, queue: Any) -> None:
+        """Read envelopes from ``queue``, on a thread."""
         self._reader = QueueReader(queue)
         self.received = 0.0
 
     def receive(self) -> Command:
+        """Wait for the next command and fetch what it is about."""
         from actors.learner.learn import Save, SetLearningRate, Stop, TrainBatch
 
         while True:
@@ -93,35 +99,14 @@ class LearnerWorker:
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     def run(self, queue: Any) -> Iterator[Any]:
         """Announce the published weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
-        from actors.learner.learn import Saved, Trained, learn
-        from actors.weights import HandOver, pack
+        from actors.learner.learn import announce
+        from actors.weights import HandOver
 
-        version = self._learner.version
-        manifest, buffer = pack(self._learner.published(), version)
-        yield LearnerHeader(kind="ready", version=version, manifest=manifest, metrics={}, advantages={})
-        yield HandOver(buffer)
-        del buffer  # a snapshot is as large as the model: none may outlive its hand-over
-        channel = _QueueChannel(queue)
-        for event in learn(self._learner, channel):
-            if isinstance(event, Trained):
-                seconds = time.perf_counter() - channel.received
-                yield LearnerHeader(
-                    kind="trained",
-                    version=self._learner.version,
-                    step=event.report.step,
-                    manifest=event.manifest,
-                    metrics={**event.report.metrics, "seconds_total": seconds},
-                    advantages=event.report.advantages,
-                    alarms=event.report.alarms,
-                )
-                payload = None if event.buffer is None else HandOver(event.buffer)
-                del event
-                yield payload
-            elif isinstance(event, Saved):
-                yield LearnerHeader(
-                    kind="saved", version=self._learner.version, metrics={}, advantages={}, directory=event.path
-                )
-                yield None
+        for header, buffer in announce(self._learner, QueueChannel(queue)):
+            yield header
+            payload = None if buffer is None else HandOver(buffer)
+            del buffer  # a snapshot is as large as the model: none may outlive its hand-over
+            yield payload
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def health(self) -> dict[str, float]:
