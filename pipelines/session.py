@@ -134,7 +134,7 @@ class Session:
             dashboard_url=dashboard_url,
             previous=previous,
         )
-        self._metrics = RunMetrics()
+        self._metrics = RunMetrics(directory.path.name)
         self._roles = Roles(config, data, namespace)
         self._drafts = DraftRequests(self._roles)
         self._drafts.on = self.controls.drafting

@@ -23,11 +23,16 @@ class Fake:
             def __init__(self, name, description="", tag_keys=(), boundaries=None):
                 assert name.startswith("slipstream_")
                 assert description
-                self.name, self.tag_keys = name, tuple(tag_keys)
+                assert isinstance(tag_keys, tuple)
+                self.name, self.tag_keys = name, tag_keys
+
+            def set_default_tags(self, tags):
+                assert tags == {"run": "run-1"}
+                return self
 
             def key(self, value, tags):
                 assert isinstance(value, int | float), type(value)
-                assert tuple(tags or ()) == self.tag_keys
+                assert ("run", *(tags or ())) == self.tag_keys
                 return (self.name, *(tags or {}).values())
 
         class Gauge(Metric):
@@ -53,7 +58,7 @@ def fake() -> Fake:
 
 
 def test_series_exist_and_are_zero_before_anything_happens(fake):
-    RunMetrics(fake)
+    RunMetrics("run-1", fake)
     for queue in QUEUES:
         assert fake.series["slipstream_queue_depth", queue] == 0
     for reason in REASONS:
@@ -67,7 +72,7 @@ def test_series_exist_and_are_zero_before_anything_happens(fake):
 
 @pytest.mark.parametrize("state", STATES)
 def test_exactly_one_phase_is_one(fake, state):
-    metrics = RunMetrics(fake)
+    metrics = RunMetrics("run-1", fake)
     metrics.phase("generating")
     metrics.phase(state)
     phases = {key[1]: value for key, value in fake.series.items() if key[0] == "slipstream_phase"}
@@ -75,7 +80,7 @@ def test_exactly_one_phase_is_one(fake, state):
 
 
 def test_a_step_sets_gauges_counts_tokens_and_times_its_parts(fake):
-    metrics = RunMetrics(fake)
+    metrics = RunMetrics("run-1", fake)
     step = {
         "reward/mean": np.float32(0.5),
         "accuracy/train": 0.25,
@@ -97,14 +102,14 @@ def test_a_step_sets_gauges_counts_tokens_and_times_its_parts(fake):
 
 
 def test_a_number_that_is_not_finite_leaves_the_gauge_alone(fake):
-    metrics = RunMetrics(fake)
+    metrics = RunMetrics("run-1", fake)
     metrics.step(1, {"reward/mean": 0.5})
     metrics.step(2, {"reward/mean": float("nan")})
     assert fake.series["slipstream_reward",] == 0.5
 
 
 def test_unknown_labels_become_other_and_add_no_series(fake):
-    metrics = RunMetrics(fake)
+    metrics = RunMetrics("run-1", fake)
     before = set(fake.series)
     metrics.queue("prompt-1234", 5)
     metrics.error("ZeroDivisionError at line 7", 2)
@@ -117,15 +122,41 @@ def test_unknown_labels_become_other_and_add_no_series(fake):
 
 
 def test_a_wait_that_ended_goes_back_to_zero(fake):
-    metrics = RunMetrics(fake)
+    metrics = RunMetrics("run-1", fake)
     metrics.waits([Wait(label="learn", who="learner", seconds=9.0), Wait(label="learn", who="learner", seconds=4.0)])
     assert fake.series["slipstream_wait_seconds", "learn"] == 9
     metrics.waits([])
     assert fake.series["slipstream_wait_seconds", "learn"] == 0
 
 
+def test_failures_of_a_step_are_counted_by_reason(fake):
+    metrics = RunMetrics("run-1", fake)
+    step = {"reward/error_share": 3 / 64, "rollout/samples": 64, "learner/unfinished": 2.0, "faults/crashes": 1.0}
+    metrics.step(1, step)
+    metrics.step(2, step | {"faults/crashes": 3.0})
+    assert fake.series["slipstream_errors", "reward"] == 6
+    assert fake.series["slipstream_errors", "generation"] == 4
+    assert fake.series["slipstream_errors", "worker_lost"] == 3, "the run counts crashes from its start"
+
+
+def test_a_wait_beyond_its_deadline_is_one_stall_until_it_ends(fake):
+    metrics = RunMetrics("run-1", fake)
+    late = Wait(label="learn", who="learner", seconds=9.0, deadline_s=5.0)
+    for waits in ([late], [late], [], [late], [Wait(label="reward", who="reward-0", seconds=9.0)]):
+        metrics.waits(waits)
+    assert fake.series["slipstream_errors", "stall"] == 2
+
+
+def test_groups_that_ended_show_by_reason(fake):
+    metrics = RunMetrics("run-1", fake)
+    metrics.step(1, {"ledger/ended/zero_variance": 4.0, "ledger/ended/sunk": 1.0, "ledger/ended/lost": 2.0})
+    assert fake.series["slipstream_ended_groups", "zero_variance"] == 4
+    assert fake.series["slipstream_ended_groups", "unscored"] == 0
+    assert fake.series["slipstream_ended_groups", "other"] == 3
+
+
 def test_publishing_is_timed(fake):
-    metrics = RunMetrics(fake)
+    metrics = RunMetrics("run-1", fake)
     metrics.seconds("publish", 0.4)
     assert fake.observed["slipstream_seconds", "publish"] == [0.4]
 
