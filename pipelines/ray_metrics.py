@@ -1,10 +1,10 @@
 """Live metrics of a run for Ray's metrics endpoint, and so for Prometheus, Grafana and the Ray dashboard.
 
-Ray exports each name as ``ray_slipstream_...``; what each means says `pipelines.metrics_table.LIVE`. Tags come from small
-fixed vocabularies, because each distinct value is a time series for ever: a label that is not in its vocabulary is
-counted as ``other``. Gauges start at 0, so that a query for an error that has not happened yet finds a series and not a
-gap. Failures are counted by a gauge that holds their total for that reason: Ray's counters refuse an increment of 0 and
-so cannot exist before the first failure.
+Ray exports each name as ``ray_slipstream_...``; `pipelines.metrics_table.LIVE` says what each means. Tags come from
+small fixed vocabularies, because each distinct value is a time series for ever: a label that is not in its vocabulary
+is counted as ``other``. Gauges start at 0, so that a query for an error that has not happened yet finds a series and
+not a gap. Failures are counted by a gauge that holds their total for that reason: Ray's counters refuse an increment
+of 0 and so cannot exist before the first failure.
 """
 
 from __future__ import annotations
