@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +14,12 @@ import yaml
 from rich.console import Console
 
 from pipelines.config import Config
+from pipelines.joining import join
 from pipelines.placement import Node
 from pipelines.placement_check import placement_doubts, placement_problems, table_lines
 from pipelines.preflight import raise_problems
 from storage.errors import UserError
 
-_HOST_AND_PORT = re.compile(r"(?:ray://)?(?P<host>.+):(?P<port>\d{1,5})")
-_PROBE_S = 10.0
 _BOOTSTRAP = Path.home() / "ray_bootstrap_config.yaml"
 _NODE_TYPE = "ray.io/node-group"
 _PLENTY = 1024.0
@@ -149,16 +146,7 @@ def _common() -> dict[str, Any]:
 def _join(config: Config, address: str) -> Any:
     origin = f"cluster.address={address}" if config.cluster.address else f"RAY_ADDRESS={address}"
     advice = "check that the cluster is up and the address is its head's, or leave it empty for a local Ray"
-    found = _HOST_AND_PORT.fullmatch(address)
-    if found:  # Ray itself would try for minutes before it says so
-        try:
-            socket.create_connection((found["host"], int(found["port"])), timeout=_PROBE_S).close()
-        except (OSError, OverflowError) as error:
-            raise UserError(f"{origin}: nothing answers there ({error}); {advice}") from error
-    try:
-        return ray.init(address=address, **_common())
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"{origin} cannot be joined: {_first_line(error)}; {advice}") from error
+    return join(address, origin, advice)
 
 
 def _start(config: Config) -> Any:
