@@ -82,9 +82,9 @@ class Drafting:
             return plain
         length = table.length[rows]
         running = RunningRows(rows, table.tokens, table.prompt[rows], length, table.limit[rows] - length - 1)
-        return self._guarded(lambda: self._fitted(source.propose(running), running, budget), plain)
+        return self._guarded(lambda: self._fitted(source.propose(running), running, table, budget), plain)
 
-    def _fitted(self, drafts: Drafts, running: RunningRows, budget: int) -> Proposal:
+    def _fitted(self, drafts: Drafts, running: RunningRows, table: RowTable, budget: int) -> Proposal:
         rows = running.handles
         tokens = np.asarray(drafts.tokens)
         if tokens.ndim != 2 or len(tokens) != len(rows) or np.shape(drafts.lengths) != (len(rows),):
@@ -100,7 +100,11 @@ class Drafting:
         # The model cannot read an id that it has no embedding for, so a draft ends before one.
         readable = np.logical_and.accumulate((tokens >= 0) & (tokens < self._vocabulary) & inside, axis=1)
         wanted = readable.sum(axis=1, dtype=np.int64)
-        lengths = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        reach = wanted
+        if tokens.shape[1] and table.old[rows].any():  # nothing is emitted behind the place where a row turns
+            turns = table.turning(rows, tokens) & (np.arange(tokens.shape[1]) < wanted[:, None])
+            reach = np.where(turns.any(axis=1), turns.argmax(axis=1) + 1, wanted)
+        lengths = np.clip(budget - (np.cumsum(reach) - reach), 0, reach)
         lenient = np.zeros(len(rows), np.bool_) if drafts.lenience is None else ~np.isnan(drafts.lenience)
         lenient &= wanted > 0
         cut = lenient & (lengths < wanted)

@@ -25,6 +25,7 @@ class Emission:
         emitted: int64[d], tokens that each drawing row emits, up to and including the one that ends it.
         accepted: int64[d], draft tokens among them.
         stopped, failed: bool[d], rows that ended with a stop token or text; rows whose next token is not computable.
+        turned: bool[d], rows that the active weights go on with; what was drawn behind the place is not emitted.
     """
 
     def __init__(
@@ -64,6 +65,9 @@ class Emission:
             table.held[rows[at]] = unfinished = work.lenient.cut & (accepted[at] == work.draft_lengths[at])
             offered[at] = accepted[at] + 1 - unfinished
         self.emitted, self.stopped, self.failed = _cut(tokens, scores, table.stop_ids[rows], offered)
+        self.turned = np.zeros(len(rows), np.bool_)
+        if table.old[rows].any():
+            self._cut_at_handovers(tokens)
         self._append(tokens, scores)
         if table.watched[rows].any():
             self._cut_at_texts()
@@ -78,11 +82,11 @@ class Emission:
         table.accepted[rows] += self.accepted
 
     def release_ended(self) -> list[Completion]:
-        """Take the rows that ended out of the pool and return their completions."""
+        """Take the rows that ended out of the pool and return their completions; let others change their weights."""
         table, rows = self._pool.table, self._rows
-        over = table.length[rows] >= table.limit[rows]
+        ended = self.stopped | self.failed | (table.length[rows] >= table.limit[rows])
         finished = []
-        for j in np.flatnonzero(self.stopped | self.failed | over).tolist():
+        for j in np.flatnonzero(ended).tolist():
             index = int(rows[j])
             if self.failed[j]:
                 error = f"the logits of the next token are not finite (weights version {self._version})"
@@ -91,6 +95,7 @@ class Emission:
             else:
                 finished.append(self._pool.completion(index, "stop" if self.stopped[j] else "length"))
             self._pool.release(index)
+        self._pool.hand_over(rows[self.turned & ~ended])
         return finished
 
     def _keep_leniently(
@@ -107,6 +112,16 @@ class Emission:
         tokens[at, :-1] = np.where(inside, work.drafts[at], tokens[at, :-1])
         scores[at, :-1] = np.where(inside, policy, scores[at, :-1])
         return kept
+
+    def _cut_at_handovers(self, tokens: Int64Array) -> None:
+        """Cut what rows emit behind the token that hands them over to the active weights."""
+        inside = np.arange(tokens.shape[1]) < self.emitted[:, None]
+        turns = self._pool.table.turning(self._rows, tokens) & inside
+        self.turned = np.asarray(turns.any(axis=1))
+        emitted = np.where(self.turned, turns.argmax(axis=1) + 1, self.emitted)
+        self.stopped &= emitted == self.emitted
+        self.failed &= ~self.turned  # the token that could not be computed lies behind the place
+        self.emitted = emitted
 
     def _append(self, tokens: Int64Array, scores: npt.NDArray[np.float32]) -> None:
         table, rows = self._pool.table, self._rows

@@ -22,6 +22,39 @@ SwapMode = Literal["reprefill", "keep_kv", "drain"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """When rows go over to new weights, if not at once. Until then the snapshot before writes them; nobody waits.
+
+    An engine holds two snapshots. When a third arrives, rows that the oldest still writes go over to it at once.
+
+    Attributes:
+        kind: ``boundary``: rows that are being written go on to their next sentence end, line end or step mark; new
+            rows begin under the new weights. ``split``: new rows, too, begin under the snapshot before, and each row
+            goes over at its first boundary at or behind ``k_min`` tokens. A snapshot begins rows only while the active
+            one is its direct successor, so that an engine that skipped versions writes nothing that is older.
+        grace_tokens: Longest wait for a boundary with ``boundary``; 0 is no wait. Unit: tokens.
+        k_min: Shortest answer that ``split`` hands over. Unit: tokens of the answer, a prefix included.
+    """
+
+    kind: Literal["boundary", "split"]
+    grace_tokens: int = 0
+    k_min: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """How new weights take over from those before.
+
+    Attributes:
+        mode: What becomes of the key/value state of rows that are being written.
+        handover: When such rows go over; ``None``: at once (or, with ``drain``, never).
+    """
+
+    mode: SwapMode = "reprefill"
+    handover: Handover | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One answer to write.
 
@@ -32,6 +65,8 @@ class Request:
         prefix: Segments that the answer starts with; they count towards ``max_tokens`` and are returned again.
         group: Requests with equal ``group`` have equal ``prompt_ids``; the prompt is then computed once for all.
         priority: Higher is admitted first; ties in order of submission.
+        may_lag: False for an answer that the newest weights are to write from its first token on, whatever handover
+            there is (an evaluation).
     """
 
     request_id: int
@@ -40,6 +75,7 @@ class Request:
     prefix: tuple[Segment, ...] = ()
     group: int | None = None
     priority: float = 0.0
+    may_lag: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +119,7 @@ class StepStats:
         waiting: Requests that wait for a slot.
         seconds: Wall-clock duration, pacing excluded.
         paced_seconds: Duration including the pacing sleep; equals ``seconds`` without pacing.
-        passes: Forward passes of the step; more than one while rows drain under older weights.
+        passes: Forward passes of the step; more than one while rows are written under older weights.
     """
 
     rows: int
@@ -185,7 +221,11 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that new tokens are drawn from."""
+        """Version of the newest active weights."""
+
+    @property
+    def opening_version(self) -> int:
+        """Version of the weights that new rows begin under: ``version``, or the one before (see :class:`Handover`)."""
 
     @property
     def running(self) -> int:
@@ -197,7 +237,7 @@ class RolloutEngine(Protocol):
 
     @property
     def draining(self) -> int:
-        """Rows that finish under the weights before the active ones."""
+        """Rows that finish under the weights before the active ones, and that no handover ends (``drain``)."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; raises ``ValueError`` that names the request when one can never run."""
@@ -221,11 +261,18 @@ class RolloutEngine(Protocol):
         ``buffer`` must not change before it is activated or another snapshot is loaded.
         """
 
-    def activate_weights(self, version: int, mode: SwapMode = "reprefill") -> None:
+    def prepare_handover(self) -> None:
+        """Do ahead what the first handover needs (it reads the vocabulary once); may run beside a step.
+
+        Raises ``ValueError`` when the engine cannot tell boundaries.
+        """
+
+    def activate_weights(self, version: int, mode: SwapMode = "reprefill", handover: Handover | None = None) -> None:
         """Make a loaded snapshot the active one between two steps.
 
         ``reprefill`` recomputes the key/value state of running rows under the new weights, ``keep_kv`` keeps it,
         ``drain`` lets running rows finish under the weights they started with while new rows use the new ones.
+        With ``handover`` that happens to each row later, when its part under the weights before is over.
         """
 
     def add_observer(self, observer: StepObserver) -> None:

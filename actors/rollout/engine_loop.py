@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from actors.rollout.engine import Completion, Request, RolloutEngine, StepStats, SwapMode
+from actors.rollout.engine import Completion, Request, RolloutEngine, StepStats, Swap
 from storage.records import WeightsManifest
 
 T = TypeVar("T")
@@ -38,9 +38,9 @@ class LoopStats:
         tokens: Tokens in forward passes, prefill and drafts included.
         drafted: Draft tokens verified; accepted: draft tokens accepted.
         busy_s: Seconds inside engine steps.
-        draining: Rows that finish under the weights before the active ones.
+        draining: Rows that finish under the weights before the active ones, and that no handover ends.
         running: Rows decoding now; waiting: requests without a slot.
-        version: Active version of the weights.
+        version: Active version of the weights; opening_version: that of the weights which new rows begin under.
         last_progress: Wall-clock second of the last step that did work.
         swap_s: Seconds that the last change of weights kept the loop from stepping.
     """
@@ -56,6 +56,7 @@ class LoopStats:
     running: int
     waiting: int
     version: int
+    opening_version: int
     last_progress: float
     swap_s: float
 
@@ -101,13 +102,15 @@ class EngineLoop:
 
         self._call(command).result()
 
-    def swap_weights(self, manifest: WeightsManifest, buffer: npt.NDArray[np.uint8], mode: SwapMode) -> float:
+    def swap_weights(self, manifest: WeightsManifest, buffer: npt.NDArray[np.uint8], swap: Swap) -> float:
         """Load, verify and activate a snapshot; returns the seconds for which decoding paused. Raises WeightsError."""
+        if swap.handover is not None:
+            self._engine.prepare_handover()  # here, so that decoding does not pause for it
 
         def command() -> float:
             started = time.perf_counter()
             self._engine.load_weights(manifest, buffer)
-            self._engine.activate_weights(manifest.version, mode)
+            self._engine.activate_weights(manifest.version, swap.mode, swap.handover)
             self._swap_s = time.perf_counter() - started
             return self._swap_s
 
@@ -131,6 +134,7 @@ class EngineLoop:
             running=self._engine.running,
             waiting=self._engine.waiting,
             version=self._engine.version,
+            opening_version=self._engine.opening_version,
             last_progress=self._last_progress,
             swap_s=self._swap_s,
         )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from actors.rollout.engine import Completion, Request, RolloutEngine, StepObserver, StepStats, SwapMode
+from actors.rollout.engine import Completion, Handover, Request, RolloutEngine, StepObserver, StepStats, SwapMode
 from actors.rollout.options import PacingOptions
 from storage.records import WeightsManifest
 
@@ -92,6 +92,11 @@ class PacedEngine:
         return self._engine.version
 
     @property
+    def opening_version(self) -> int:
+        """As in the wrapped engine."""
+        return self._engine.opening_version
+
+    @property
     def running(self) -> int:
         """As in the wrapped engine."""
         return self._engine.running
@@ -141,9 +146,13 @@ class PacedEngine:
         """As in the wrapped engine."""
         self._engine.load_weights(manifest, buffer)
 
-    def activate_weights(self, version: int, mode: SwapMode = "reprefill") -> None:
+    def prepare_handover(self) -> None:
         """As in the wrapped engine."""
-        self._engine.activate_weights(version, mode)
+        self._engine.prepare_handover()
+
+    def activate_weights(self, version: int, mode: SwapMode = "reprefill", handover: Handover | None = None) -> None:
+        """As in the wrapped engine."""
+        self._engine.activate_weights(version, mode, handover)
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call ``observer`` after every step, with the paced duration."""

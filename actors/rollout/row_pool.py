@@ -3,6 +3,7 @@
 Running rows keep to neighbouring low slots. An aborted row can be parked: it keeps its slot until a request with the
 same id comes back or the slot is needed. A prompt that siblings share is computed once: it is copied from a sibling
 that has it, or from a snapshot that the last one to leave has left behind.
+Rows marked ``old`` are written under the weights before the active ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.rollout.drafting import Drafting
-from actors.rollout.engine import Completion, Request
+from actors.rollout.engine import Completion, Request, Swap
+from actors.rollout.handovers import begins_old, opening_version
 from actors.rollout.row_table import MIXED, NOT_COMPUTED, RowTable
 from actors.rollout.sampling import request_key
 from actors.rollout.slot_cache import SlotCache, Snapshot
@@ -27,12 +29,13 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class PromptGroup:
-    """Requests in the engine that share a prompt: running rows, how many wait, perhaps a copy of the prompt's state."""
+    """Requests that share a prompt: running rows, how many wait, perhaps a copy of its state and who computed that."""
 
     prompt_ids: Int32Array
     rows: set[int] = field(default_factory=set)
     waiting: int = 0
     snapshot: Snapshot | None = None
+    snapshot_version: int = NOT_COMPUTED
 
 
 class RowPool:
@@ -41,7 +44,8 @@ class RowPool:
     Attributes:
         table: State of running and parked rows.
         cache: Their key/value state.
-        version: Version of the weights that new rows are written with.
+        version: Version of the active weights.
+        opening: Version of the weights that new rows begin under.
         active: int64[running], indices of running rows in ascending order of slot.
         parked: Index of each parked row by request id.
         row_limit: Most running rows at which another one is admitted; 0: as many as there are slots.
@@ -60,6 +64,7 @@ class RowPool:
         self.table = RowTable(rows)
         self.cache = SlotCache(rows, max_length)
         self.version = version
+        self.opening = version
         self.active: Int64Array = np.zeros(0, np.int64)
         self.parked: dict[int, int] = {}
         self.row_limit = 0
@@ -73,11 +78,22 @@ class RowPool:
         self._queued: set[int] = set()
         self._submitted = 0
         self._groups: dict[int, PromptGroup] = {}
+        self._swap = Swap()
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue)
+
+    @property
+    def draining(self) -> int:
+        """Rows that the weights before the active ones write to their end."""
+        return int(self.table.old[self.active].sum()) if self._swap.mode == "drain" else 0
+
+    @property
+    def needs_old(self) -> bool:
+        """True while the weights before the active ones write rows, or are going to."""
+        return self.opening != self.version or bool(self.table.old[self.active].any())
 
     def enqueue(self, requests: Sequence[Request], vocabulary: int) -> None:
         """Queue requests, all or none; raises ``ValueError`` that names the one that cannot run."""
@@ -169,27 +185,35 @@ class RowPool:
         self.table[index].prompt_version = NOT_COMPUTED
         self.cache.clear(int(self.table.slot[index]))
 
-    def change_version(self, version: int, *, recompute: bool, keep: bool) -> None:
-        """Go over to other weights between two steps.
+    def change_version(self, version: int, swap: Swap, staying: Int64Array) -> None:
+        """Go over to other weights between two steps; rows that stay go on under those that are active now.
 
         Args:
             version: The new version.
-            recompute: Running rows forget their key/value state and prefill again.
-            keep: Running and parked rows go on with the state they have under the new weights.
+            swap: How it takes over.
+            staying: int64[n], running rows that stay (see :func:`actors.rollout.handovers.staying`).
         """
-        self.version = version
+        self.opening, self.version, self._swap = opening_version(self.version, version, swap), version, swap
         for group in self._groups.values():
-            group.snapshot = None
-        if recompute:
-            self.table.cached[self.active] = 0
-        for index in self.active.tolist():
-            row = self.table[index]
-            if recompute:
-                row.prompt_version = NOT_COMPUTED
-            elif keep and row.prompt_version == NOT_COMPUTED and self.table.cached[index]:
-                row.prompt_version = MIXED
-        if not keep:
+            if group.snapshot_version != self.opening:
+                group.snapshot = None
+        self.hand_over(np.setdiff1d(self.active, staying))
+        self.table.old[staying] = True
+        if swap.mode != "keep_kv":
             self.unpark()
+
+    def hand_over(self, rows: Int64Array) -> None:
+        """Let rows go on under the active weights: with the state that they have, or after another prefill."""
+        table = self.table
+        table.old[rows] = False
+        for index in rows.tolist():
+            row = table[index]
+            if self._swap.mode == "keep_kv":
+                if row.prompt_version == NOT_COMPUTED and table.cached[index]:
+                    row.prompt_version = MIXED
+                continue
+            self._keep_prompt(index)
+            table.cached[index], row.prompt_version = 0, NOT_COMPUTED
 
     def has_prompt(self, index: int, version: int) -> bool:
         """True when a row's slot holds its whole prompt as ``version`` computes it."""
@@ -207,7 +231,7 @@ class RowPool:
         slot, prompt = int(table.slot[index]), int(table.prompt[index])
         if source is not None:
             self.cache.copy(int(table.slot[source]), [slot], prompt)
-        elif group.snapshot is not None and version == self.version:
+        elif group.snapshot is not None and version == group.snapshot_version:
             self.cache.restore(group.snapshot, slot)
         else:
             return False
@@ -302,6 +326,9 @@ class RowPool:
             slot=slot,
             stops=stops,
         )
+        handover = self._swap.handover
+        if self.opening != self.version and handover is not None and begins_old(table, index, self.opening, handover):
+            table.old[index], before = True, before[:0]  # parked state is the active weights'
         # What the request shares with the parked tokens is computed; at least its last token is fed again.
         shared = min(len(before), int(table.length[index]) - 1)
         if shared:
@@ -335,11 +362,19 @@ class RowPool:
         del self._running[request.request_id]
         if request.group is None:
             return
-        group = self._groups[request.group]
-        group.rows.discard(index)
-        if group.waiting and group.snapshot is None and self.has_prompt(index, self.version):
-            group.snapshot = self.cache.snapshot(int(self.table.slot[index]), int(self.table.prompt[index]))
+        self._groups[request.group].rows.discard(index)
+        self._keep_prompt(index)
         self._forget_if_empty(request.group)
+
+    def _keep_prompt(self, index: int) -> None:
+        """Copy the prompt's state of a row that is about to lose it, where siblings wait that can begin with it."""
+        request = self.table[index].request
+        if request.group is None:
+            return
+        group = self._groups[request.group]
+        if group.waiting and group.snapshot is None and self.has_prompt(index, self.opening):
+            group.snapshot = self.cache.snapshot(int(self.table.slot[index]), int(self.table.prompt[index]))
+            group.snapshot_version = self.opening
 
     def _dequeued(self, request: Request) -> None:
         self._queued.discard(request.request_id)

@@ -12,6 +12,10 @@ from actors.rollout.stopping import StopStrings
 from storage.records import Int32Array, Segment, SegmentSource
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+NEVER = np.iinfo(np.int64).max
+"""A length that no row reaches."""
 
 # Values of Row.prompt_version beside real versions: no state yet, and state that several versions computed.
 NOT_COMPUTED = -1
@@ -51,7 +55,10 @@ class RowTable:
         limit: int64[rows], length at which the row ends.
         slot: int64[rows], its slot in the cache.
         held: bool[rows], True for a row that must be asked for a draft before it draws.
-        old: bool[rows], True for a row that drains under the weights before the active ones.
+        old: bool[rows], True for a row that is written under the weights before the active ones.
+        turn_from: int64[rows], length from which a boundary hands an ``old`` row over to the active weights.
+        turn_by: int64[rows], length that hands it over in any case.
+        boundaries: bool[vocabulary], tokens that are a boundary; ``None`` until there is a handover.
         version: int64[rows], version of the segment that is being written; -1 when none is open.
         key: uint64[rows], noise key.
         temperature, top_p: float32[rows]; top_k: int64[rows].
@@ -71,6 +78,9 @@ class RowTable:
         self.slot = np.zeros(rows, np.int64)
         self.held = np.zeros(rows, np.bool_)
         self.old = np.zeros(rows, np.bool_)
+        self.turn_from = np.full(rows, NEVER, np.int64)
+        self.turn_by = np.full(rows, NEVER, np.int64)
+        self.boundaries: BoolArray | None = None
         self.version = np.zeros(rows, np.int64)
         self.key = np.zeros(rows, np.uint64)
         self.temperature = np.ones(rows, np.float32)
@@ -137,6 +147,24 @@ class RowTable:
     def answer(self, index: int) -> Int32Array:
         """int32[m], a view of the answer so far."""
         return self.tokens[index, self.prompt[index] : self.length[index]]
+
+    def turning(self, rows: Int64Array, tokens: Int32Array | Int64Array) -> BoolArray:
+        """Tell behind which tokens rows go over to the active weights.
+
+        Args:
+            rows: int64[n].
+            tokens: int64[n, width], what comes behind the tokens that the rows have; ids that are not in the vocabulary
+                count as no boundary.
+
+        Returns:
+            bool[n, width], at every place where the row may go over; it does so at the first.
+        """
+        behind = self.length[rows][:, None] + np.arange(1, tokens.shape[1] + 1)
+        turns = behind >= self.turn_by[rows][:, None]
+        if self.boundaries is not None:
+            inside = (tokens >= 0) & (tokens < len(self.boundaries))
+            turns |= inside & self.boundaries[np.where(inside, tokens, 0)] & (behind >= self.turn_from[rows][:, None])
+        return np.asarray(turns & self.old[rows][:, None])
 
     def mark(self, indices: Int64Array, version: int) -> None:
         """Begin a segment of ``version`` in each of the rows, behind the tokens they have."""

@@ -1,7 +1,7 @@
 """The rollout engine on PyTorch: continuous batching, shared prompts, verified drafts, hot weights.
 
-A step is one forward pass over the tokens of all rows (two while rows drain under older weights): the last token and
-the draft of each running row, and what new rows must prefill. Finished rows are replaced before the next pass.
+A step is one forward pass over the tokens of all rows (two while some are written under older weights): the last token
+and the draft of each running row, and what new rows must prefill. Finished rows are replaced before the next pass.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from actors.rollout.boundaries import boundary_mask
 from actors.rollout.drafting import Drafting
 from actors.rollout.emission import Emission
-from actors.rollout.engine import Completion, DraftSource, Request, StepObserver, StepStats, SwapMode
+from actors.rollout.engine import (
+    Completion,
+    DraftSource,
+    Handover,
+    Request,
+    StepObserver,
+    StepStats,
+    Swap,
+    SwapMode,
+)
+from actors.rollout.handovers import opening_version, staying
 from actors.rollout.packed_model import PackedModel
 from actors.rollout.pass_planner import Pass, PassPlanner
 from actors.rollout.row_pool import RowPool
@@ -64,7 +75,7 @@ class TorchEngine:
             dtype: ``float32`` or ``bfloat16``; ``auto`` is float32 on a CPU and bfloat16 elsewhere.
             device: Torch device; ``auto`` is a GPU where there is one.
             run_seed: With the request's id it keys the sampling noise.
-            tokenizer: Needed for requests with stop strings only.
+            tokenizer: Needed for requests with stop strings and for handovers.
             drafts: Proposes continuations that are verified; ``None`` decodes one token a pass.
             version: Version of the weights at ``model_path``.
             prefill_tokens: Most prompt, prefix and draft tokens in one pass; longer work is spread over several.
@@ -83,6 +94,7 @@ class TorchEngine:
         self._loaded: tuple[int, dict[str, torch.Tensor]] | None = None
         self._old: PackedModel | None = None
         self._old_version = NOT_COMPUTED
+        self._tokenizer = tokenizer
         self._drafting = Drafting(drafts, self._model.vocabulary)
         self._pool = RowPool(
             max_rows,
@@ -98,8 +110,13 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that new rows are written with."""
+        """Version of the newest active weights."""
         return self._pool.version
+
+    @property
+    def opening_version(self) -> int:
+        """Version of the weights that new rows begin under."""
+        return self._pool.opening
 
     @property
     def running(self) -> int:
@@ -118,8 +135,8 @@ class TorchEngine:
 
     @property
     def draining(self) -> int:
-        """Rows that finish under the weights before the active ones."""
-        return int(self._pool.table.old[self._pool.active].sum())
+        """Rows that finish under the weights before the active ones, and that no handover ends."""
+        return self._pool.draining
 
     @property
     def draft_failure(self) -> str:
@@ -180,8 +197,8 @@ class TorchEngine:
     def abort(self, request_ids: Sequence[int] | None = None, *, keep_state: bool = False) -> list[Completion]:
         """Stop some requests (all when None) and return their partial answers; ids that are not here are ignored.
 
-        State is kept of rows whose prompt is computed and that do not drain under older weights; parked rows lose it,
-        the least important first, when their slots are needed.
+        State is kept of rows whose prompt is computed and that are not written under older weights; parked rows lose
+        it, the least important first, when their slots are needed.
         """
         completions = self._pool.abort(request_ids, keep_state=keep_state)
         self._retire_old()
@@ -191,13 +208,13 @@ class TorchEngine:
         """Verify a snapshot and hold it ready; ``buffer`` must not change before it is activated.
 
         It is not copied yet: nothing decodes between the two calls, and a second copy of the weights is needed only
-        where rows drain under the first.
+        where rows are still written under the first.
 
         Raises:
             WeightsError: The snapshot is damaged or does not fit the model, or rows still drain under older weights
                 (there are two copies of the weights at most): step until ``draining`` is 0.
         """
-        if self._old is not None:
+        if self.draining:
             raise WeightsError(
                 f"weights version {manifest.version} cannot be loaded while {self.draining} rows drain under version "
                 f"{self._old_version}; step until they have finished, or abort them"
@@ -207,25 +224,41 @@ class TorchEngine:
         self._model.check_state(state)
         self._loaded = manifest.version, state
 
-    def activate_weights(self, version: int, mode: SwapMode = "reprefill") -> None:
+    def prepare_handover(self) -> None:
+        """Learn which tokens are boundaries, once; may run beside a step. Without tokenizer raises ``ValueError``."""
+        if self._tokenizer is None:
+            raise ValueError("a handover at a boundary needs an engine with a tokenizer")
+        if self._pool.table.boundaries is None:
+            decode, known = _decoder(self._tokenizer), len(self._tokenizer)
+            self._pool.table.boundaries = boundary_mask(decode, known, self._model.vocabulary)
+
+    def activate_weights(self, version: int, mode: SwapMode = "reprefill", handover: Handover | None = None) -> None:
         """Make a loaded snapshot the active one between two steps; raises ``WeightsError`` when it is not loaded.
 
-        The state of parked rows survives ``keep_kv`` only.
+        The weights are overwritten in place unless rows go on under them: then the snapshot goes to the other copy, and
+        rows that are still written under what that one holds go over to the new weights at once. So nobody waits, and
+        there are two copies at most. The state of parked rows survives ``keep_kv`` only.
         """
         if self._loaded is None or self._loaded[0] != version:
             held = None if self._loaded is None else self._loaded[0]
             raise WeightsError(f"weights version {version} is not loaded; loaded is {held}")
-        pool, state = self._pool, self._loaded[1]
-        self._loaded = None
-        if mode == "drain" and len(pool.active):
+        if handover is not None:
+            if mode == "drain":
+                raise ValueError("mode=drain never hands rows over: use reprefill or keep_kv, or no handover")
+            self.prepare_handover()
+        pool, state, swap = self._pool, self._loaded[1], Swap(mode, handover)
+        stays = staying(pool.table, pool.active, pool.version, swap)
+        if len(stays) or opening_version(pool.version, version, swap) != version:
+            other = self._old or self._spare or self._model.twin()
             self._old, self._old_version = self._model, pool.version
-            self._model, self._spare = self._spare or self._model.twin(), None
-            pool.table.old[pool.active] = True
+            self._model, self._spare = other, None
+        self._loaded = None
         self._model.load_state(state)
-        pool.change_version(version, recompute=mode == "reprefill", keep=mode == "keep_kv")
+        pool.change_version(version, swap, stays)
+        self._retire_old()
 
     def _retire_old(self) -> None:
-        if self._old is not None and not self.draining:
+        if self._old is not None and not self._pool.needs_old:
             self._spare, self._old, self._old_version = self._old, None, NOT_COMPUTED
 
     def _run(self, model: PackedModel, version: int, work: Pass) -> Emission | None:

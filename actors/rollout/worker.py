@@ -15,7 +15,7 @@ import ray
 
 from actors.bundles import Bundle, BundleHeader, Call, Question, bundles_of
 from actors.drafts.options import SpeculationOptions
-from actors.rollout.engine import Completion, Request, RolloutEngine, SwapMode
+from actors.rollout.engine import Completion, Request, RolloutEngine, Swap
 from actors.rollout.engine_loop import EngineLoop
 from actors.rollout.options import RolloutOptions
 from actors.threads import set_torch_threads
@@ -171,17 +171,26 @@ class RolloutWorker:
             self._loop.abort(running)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def set_weights(self, manifest: WeightsManifest, refs: list[Any], mode: SwapMode = "reprefill") -> dict[str, float]:
-        """Fetch, verify and activate a snapshot; returns ``version``, ``pause_s`` and ``fetch_s``."""
+    def set_weights(self, manifest: WeightsManifest, refs: list[Any], swap: Swap) -> dict[str, float]:
+        """Fetch, verify and activate a snapshot.
+
+        Returns ``version``, ``opening_version`` (of the weights that rows begin under), ``pause_s`` and ``fetch_s``.
+        """
         started = time.perf_counter()
         buffer = ray.get(refs[0])
         fetched = time.perf_counter()
         while self._loop.stats().draining:  # two versions at most: rows of the one before have to finish first
             time.sleep(_DRAIN_POLL_S)
-        pause = self._loop.swap_weights(manifest, buffer, mode)
+        pause = self._loop.swap_weights(manifest, buffer, swap)
         if self._drafts is not None:
             self._drafts.version = manifest.version
-        return {"version": manifest.version, "pause_s": pause, "fetch_s": fetched - started}
+        opening = self._loop.stats().opening_version
+        return {
+            "version": manifest.version,
+            "opening_version": opening,
+            "pause_s": pause,
+            "fetch_s": fetched - started,
+        }
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def abort(self) -> None:
@@ -297,6 +306,7 @@ class RolloutWorker:
                         prefix=prefix,
                         group=group,
                         priority=assignment.priority,
+                        may_lag=assignment.key.split == TRAIN_SPLIT,
                     )
                 )
         return requests, owners

@@ -110,7 +110,7 @@ def request(
     request_id: int, prompt: Any = (5, 6, 7, 8), *, max_tokens: int = 12, temperature: float = 1.0, **more: Any
 ) -> Request:
     """Make a request; keywords of ``Request`` go there, the others to ``SamplingParams``."""
-    own = {k: more.pop(k) for k in ("prefix", "group", "priority") if k in more}
+    own = {k: more.pop(k) for k in ("prefix", "group", "priority", "may_lag") if k in more}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, **more)
     return Request(request_id=request_id, prompt_ids=np.asarray(prompt, np.int32), sampling=sampling, **own)
 

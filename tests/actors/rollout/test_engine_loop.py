@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from actors.rollout.engine import Completion, Request, StepStats
+from actors.rollout.engine import Completion, Request, StepStats, Swap
 from actors.rollout.engine_loop import EngineLoop
 from storage.records import SamplingParams, WeightsManifest
 
@@ -16,7 +16,7 @@ class CountingEngine:
     """Finishes each request after as many steps as it may have tokens."""
 
     def __init__(self, fail_at=None, step_s=0.0):
-        self.version = 0
+        self.version = self.opening_version = self.draining = 0
         self.left = {}
         self.observer = None
         self.fail_at = fail_at
@@ -80,7 +80,7 @@ class CountingEngine:
         if manifest.hash == "bad":
             raise ValueError("the hash does not match")
 
-    def activate_weights(self, version, mode="reprefill"):
+    def activate_weights(self, version, mode="reprefill", handover=None):
         assert not self.in_step
         self.version = version
 
@@ -157,10 +157,10 @@ def test_weights_change_between_steps_and_bad_ones_are_refused(make_loop):
     engine = CountingEngine(step_s=0.001)
     loop = make_loop(engine)
     loop.submit([request(1, tokens=1000)], queue.SimpleQueue().put)
-    assert loop.swap_weights(manifest(3), BUFFER, "reprefill") >= 0
+    assert loop.swap_weights(manifest(3), BUFFER, Swap()) >= 0
     assert loop.stats().version == 3
     with pytest.raises(ValueError, match="hash"):
-        loop.swap_weights(manifest(4, "bad"), BUFFER, "reprefill")
+        loop.swap_weights(manifest(4, "bad"), BUFFER, Swap())
     assert loop.stats().version == 3
     assert loop.stats().running == 1
 
