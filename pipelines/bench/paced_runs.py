@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 from actors.rollout.paced import INVALID_SHARE, OVERRUN
 from pipelines.bench.training import TrainingRun, run_training
+from pipelines.config_loader import load_config_file
 from storage.errors import UserError
 from storage.history.archive import RolloutArchive
+from storage.run_directory import RunDirectory
 
 PROFILE = "latency_bound"
 """A pass costs about the same whatever its rows: k_row is 0.5 % of t0."""
@@ -95,8 +97,10 @@ class PacedRun:
         steps = self.run.steps
         return float(sum(s["waste/tokens"] for s in steps) / max(1, sum(s["rollout/tokens"] for s in steps)))
 
-    def violations(self, bound: int) -> int:
-        """Steps that trained on a token of more than ``bound`` versions ago."""
+    @property
+    def violations(self) -> int:
+        """Steps that trained on a token of more than ``asynchrony.max_staleness`` versions ago."""
+        bound = load_config_file(RunDirectory.open(self.run.directory).config).asynchrony.max_staleness
         return sum(step["staleness/max"] > bound for step in self.run.steps)
 
     def lengths(self) -> npt.NDArray[np.int64]:

@@ -93,7 +93,7 @@ def tail_figures(baselines: list[PacedRun], others: list[PacedRun]) -> dict[str,
             ks_distance(baseline.lengths(), other.lengths()) for baseline, other in zip(baselines, others, strict=True)
         ),
         "length_p90_over_p50": min(baseline.length_tail for baseline in baselines),
-        "staleness_violations": sum(other.violations(_PERIOD) for other in others),
+        "staleness_violations": sum(other.violations for other in others),
     }
 
 

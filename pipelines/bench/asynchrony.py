@@ -1,0 +1,184 @@
+"""What overlapping generation and training brings, in real training runs with paced generation and a real learner.
+
+A short run of the synchronous pipeline measures how long the learner takes for a batch; the pace is then set so that
+writing a batch takes three times as long, as long, or a third of that. *Ratios*: short answers, where a synchronous
+step is generation plus training. *Long tail*: the model's own task at 3:1, where it also waits for the longest answer;
+a stream that hands new weights over in mid-answer does not. All pipelines have the same workers, slots and learner.
+
+The learner does real work only. It reads one answer at a time (a micro-batch each), which makes a batch of the tiny
+model last about a second: long against the pass of an engine, as the training step of a large model is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+
+from pipelines.bench.harness import BenchResult, OptionValue
+from pipelines.bench.paced_runs import COLUMNS, PacedRun, paced_run, row, speedup, validity
+from pipelines.bench.training import workplace
+from storage.errors import UserError
+from storage.tasks import RunningSums
+
+OPTIONS: dict[str, OptionValue] = {"part": "both", "steps": 10, "t0_ms": 0.0, "seed": 0, "keep": ""}
+
+_PARTS = ("both", "ratios", "tail")
+_WORKERS = 4
+_RATIOS = {"3to1": 3.0, "1to1": 1.0, "1to3": 1 / 3}
+_SKIP = 2
+_CALIBRATION_STEPS = 4
+_CALIBRATION_T0_MS = 60.0
+_SHORTEST_T0_MS = 8.0
+_SHORT_TASK = RunningSums(max_stations=4, median_laps=1.0, sigma_laps=0.3, max_laps=2)
+_SHORT_PROMPTS = 128
+_SETTINGS = (
+    "rollout.prompts_per_step=16",
+    "rollout.samples_per_prompt=8",
+    "rollout.max_rows=96",
+    "rollout.stream_interval_s=0.05",
+    "learner.tokens_per_microbatch=16",
+    "algorithm.name=decoupled_ppo",
+)
+_STREAM = ("asynchrony.pipeline=stream", "asynchrony.partial=interrupt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Where runs go, how long they are, and what they answer."""
+
+    parent: Path
+    steps: int
+    seed: int
+    task: str
+    data: tuple[str, ...]
+
+    def run(self, name: str, t0_ms: float, settings: Sequence[str], steps: int = 0) -> PacedRun:
+        """Train for ``steps`` steps (0: as many as asked for); the first two, which fill a stream, do not count."""
+        length = [f"run.steps={steps or self.steps}"]
+        overrides = [*_SETTINGS, *self.data, *length, *settings]
+        name = f"{self.task}-{name}"
+        return paced_run(
+            self.parent, name, t0_ms=t0_ms, workers=_WORKERS, seed=self.seed, overrides=overrides, skip=_SKIP
+        )
+
+
+def run(options: Mapping[str, OptionValue]) -> BenchResult:
+    """Run the asked-for parts."""
+    part, steps = str(options["part"]), int(options["steps"])
+    if part not in _PARTS:
+        raise UserError(f"option part={part!r}: there are {', '.join(_PARTS)}")
+    if steps < _SKIP + 2:
+        raise UserError(f"option steps={steps}: at least {_SKIP + 2} are needed, the first {_SKIP} do not count")
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    notes: list[str] = []
+    every: list[PacedRun] = []
+    with workplace(str(options["keep"])) as parent:
+        short = _Bench(parent, steps, int(options["seed"]), "short", _short_task(parent))
+        parts = [(_ratios, short)] if part != "tail" else []
+        if part != "ratios":
+            parts.append((_tail, replace(short, task="tail", data=())))
+        for measure, bench in parts:
+            for comparison in measure(bench, float(options["t0_ms"])):
+                rows += [row(run, comparison.baseline) for run in comparison.runs]
+                figures |= comparison.figures()
+                every += comparison.runs
+                notes.append(comparison.note())
+        figures |= shared_figures(every, figures)
+    overrun, note = validity(every)
+    figures["overrun"] = overrun
+    notes += [
+        note,
+        f"{_WORKERS} rollout workers, profile latency_bound, model tiny, 16 prompts of 8 answers a step, {steps} steps "
+        f"of which the first {_SKIP} do not count on either side; generate: engine time of the busiest worker",
+        "pause_share: pause of a worker for new weights over a step, mean of a run, worst run",
+    ]
+    return BenchResult(name="asynchrony", columns=COLUMNS, rows=tuple(rows), figures=figures, notes=tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Streams against the synchronous pipeline at one pace.
+
+    Attributes:
+        t0_ms: The pace.
+        baseline: The synchronous run.
+        streams: The others, by the name of their figure.
+    """
+
+    t0_ms: float
+    baseline: PacedRun
+    streams: Mapping[str, PacedRun]
+
+    @property
+    def runs(self) -> list[PacedRun]:
+        """All of them, the baseline first."""
+        return [self.baseline, *self.streams.values()]
+
+    def figures(self) -> dict[str, float]:
+        """Speed-up of each stream."""
+        return {f"speedup_{name}": speedup([self.baseline], [run]) for name, run in self.streams.items()}
+
+    def note(self) -> str:
+        """The pace, and the ratio that it gave."""
+        ratio = self.baseline.share("generate") / self.baseline.share("learn")
+        return f"{self.baseline.name}: t0 {self.t0_ms:.0f} ms, generation to training {ratio:.2f} to 1"
+
+
+def shared_figures(runs: Sequence[PacedRun], speedups: Mapping[str, float]) -> dict[str, float]:
+    """Worst speed-up, the smaller of two at 1:1, staleness beyond its bound, and pauses for new weights."""
+    found = {"worst": min(speedups.values())}
+    even = [value for name, value in speedups.items() if name.startswith("speedup_1to1")]
+    if even:
+        found["speedup_1to1"] = min(even)
+    found["staleness_violations"] = sum(run.violations for run in runs)
+    found["pause_share"] = max(fmean(step["time/pause_s"] / step["time/step_s"] for step in run.steps) for run in runs)
+    return found
+
+
+def pace(calibration: PacedRun, t0_ms: float, ratio: float) -> float:
+    """Return the t0 in milliseconds at which writing a batch takes ``ratio`` times as long as training on it.
+
+    Engine time is proportional to t0, which was ``t0_ms`` in the calibration. Below 8 ms no CPU keeps the pace.
+    """
+    generate = median(float(step["time/generate_s"]) for step in calibration.steps)
+    learn = median(float(step["time/learn_s"]) for step in calibration.steps)
+    return max(_SHORTEST_T0_MS, t0_ms * ratio * learn / generate)
+
+
+def _ratios(bench: _Bench, t0_ms: float) -> list[Comparison]:
+    calibration = None if t0_ms else bench.run("calibration", _CALIBRATION_T0_MS, (), _CALIBRATION_STEPS)
+    found = []
+    for name, ratio in _RATIOS.items():
+        chosen = t0_ms * ratio if calibration is None else pace(calibration, _CALIBRATION_T0_MS, ratio)
+        streams = {
+            f"{name}_stale{bound}": bench.run(
+                f"{name}-stale{bound}", chosen, [*_STREAM, f"asynchrony.max_staleness={bound}"]
+            )
+            for bound in (1, 2)
+        }
+        found.append(Comparison(chosen, bench.run(f"{name}-step", chosen, ()), streams))
+    return found
+
+
+def _tail(bench: _Bench, t0_ms: float) -> list[Comparison]:
+    if not t0_ms:
+        calibration = bench.run("calibration", _CALIBRATION_T0_MS / 2, (), _CALIBRATION_STEPS)
+        t0_ms = pace(calibration, _CALIBRATION_T0_MS / 2, _RATIOS["3to1"])
+    baseline = bench.run("step", t0_ms, ())
+    streams = {
+        "partial": bench.run("partial", t0_ms, [*_STREAM, "asynchrony.max_staleness=2"]),
+        "streamrl": bench.run("streamrl", t0_ms, ["streamrl"]),
+    }
+    return [Comparison(t0_ms, baseline, streams)]
+
+
+def _short_task(parent: Path) -> tuple[str, ...]:
+    """Write prompts with short answers in ``parent``; returns the settings that train on them."""
+    path = parent / "short.jsonl"
+    rows = _SHORT_TASK.generate(count=_SHORT_PROMPTS, seed=1)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return (f"data.train={path}", f"data.prompts={_SHORT_PROMPTS}", "rollout.max_tokens=64")
