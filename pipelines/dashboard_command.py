@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,8 @@ def write_dashboard(folder: Path) -> Path:
 
 def ray_folder() -> Path:
     """Return the folder in which Ray keeps its sessions on this machine."""
-    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+    places = [os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None]
+    return Path(next(filter(None, places), "/tmp")) / "ray"
 
 
 def instructions(root: Path, folder: Path | None) -> list[str]:

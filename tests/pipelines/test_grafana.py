@@ -98,6 +98,7 @@ def run(*arguments: str):
 
 def test_command_writes_the_dashboard_and_says_how_to_start_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.delenv("TMPDIR", raising=False)
     result = run(str(tmp_path / "new" / "folder"))
     assert result.exit_code == 0
     assert json.loads((tmp_path / "new" / "folder" / "slipstream.json").read_text()) == dashboard()
