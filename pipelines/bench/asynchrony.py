@@ -2,7 +2,7 @@
 
 A short run of the synchronous pipeline measures how long the learner takes for a batch; the pace is then set so that
 writing a batch takes three times as long, as long, or a third of that. *Ratios*: short answers, where a synchronous
-step is generation plus training. *Long tail*: the model's own task at 3:1, where it also waits for the longest answer;
+step is generation plus training. *Long tail*: long-tailed answers at 3:1, where it also waits for the longest answer;
 a stream that hands new weights over in mid-answer does not. All pipelines have the same workers, slots and learner.
 
 The learner does real work only. It reads one answer at a time (a micro-batch each), which makes a batch of the tiny
@@ -11,29 +11,29 @@ model last about a second: long against the pass of an engine, as the training s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
 from pipelines.bench.harness import BenchResult, OptionValue
-from pipelines.bench.paced_runs import COLUMNS, PacedRun, paced_run, row, speedup, validity
+from pipelines.bench.paced_runs import COLUMNS, LONG_TAILED, PacedRun, paced_run, row, speedup, validity, write_prompts
 from pipelines.bench.training import workplace
 from storage.errors import UserError
 from storage.tasks import RunningSums
 
 OPTIONS: dict[str, OptionValue] = {"part": "both", "steps": 10, "t0_ms": 0.0, "seed": 0, "keep": ""}
 
-_PARTS = ("both", "ratios", "tail")
 _WORKERS = 4
 _RATIOS = {"3to1": 3.0, "1to1": 1.0, "1to3": 1 / 3}
+_PARTS = ("both", "ratios", *_RATIOS, "tail")
 _SKIP = 2
 _CALIBRATION_STEPS = 4
 _CALIBRATION_T0_MS = 60.0
 _SHORTEST_T0_MS = 8.0
 _SHORT_TASK = RunningSums(max_stations=4, median_laps=1.0, sigma_laps=0.3, max_laps=2)
 _SHORT_PROMPTS = 128
+_LONG_PROMPTS = 240
 _SETTINGS = (
     "rollout.prompts_per_step=16",
     "rollout.samples_per_prompt=8",
@@ -77,16 +77,19 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     notes: list[str] = []
     every: list[PacedRun] = []
     with workplace(str(options["keep"])) as parent:
-        short = _Bench(parent, steps, int(options["seed"]), "short", _short_task(parent))
-        parts = [(_ratios, short)] if part != "tail" else []
-        if part != "ratios":
-            parts.append((_tail, replace(short, task="tail", data=())))
-        for measure, bench in parts:
-            for comparison in measure(bench, float(options["t0_ms"])):
-                rows += [row(run, comparison.baseline) for run in comparison.runs]
-                figures |= comparison.figures()
-                every += comparison.runs
-                notes.append(comparison.note())
+        data = (*write_prompts(parent, _SHORT_TASK, _SHORT_PROMPTS), "rollout.max_tokens=64")
+        short = _Bench(parent, steps, int(options["seed"]), "short", data)
+        comparisons: list[Comparison] = []
+        if part != "tail":
+            comparisons += _ratios(short, [part] if part in _RATIOS else list(_RATIOS), float(options["t0_ms"]))
+        if part in ("both", "tail"):
+            long = replace(short, task="tail", data=write_prompts(parent, LONG_TAILED, _LONG_PROMPTS))
+            comparisons += _tail(long, float(options["t0_ms"]))
+        for comparison in comparisons:
+            rows += [row(run, comparison.baseline) for run in comparison.runs]
+            figures |= comparison.figures()
+            every += comparison.runs
+            notes.append(comparison.note())
         figures |= shared_figures(every, figures)
     overrun, note = validity(every)
     figures["overrun"] = overrun
@@ -149,10 +152,11 @@ def pace(calibration: PacedRun, t0_ms: float, ratio: float) -> float:
     return max(_SHORTEST_T0_MS, t0_ms * ratio * learn / generate)
 
 
-def _ratios(bench: _Bench, t0_ms: float) -> list[Comparison]:
+def _ratios(bench: _Bench, names: Sequence[str], t0_ms: float) -> list[Comparison]:
     calibration = None if t0_ms else bench.run("calibration", _CALIBRATION_T0_MS, (), _CALIBRATION_STEPS)
     found = []
-    for name, ratio in _RATIOS.items():
+    for name in names:
+        ratio = _RATIOS[name]
         chosen = t0_ms * ratio if calibration is None else pace(calibration, _CALIBRATION_T0_MS, ratio)
         streams = {
             f"{name}_stale{bound}": bench.run(
@@ -174,11 +178,3 @@ def _tail(bench: _Bench, t0_ms: float) -> list[Comparison]:
         "streamrl": bench.run("streamrl", t0_ms, ["streamrl"]),
     }
     return [Comparison(t0_ms, baseline, streams)]
-
-
-def _short_task(parent: Path) -> tuple[str, ...]:
-    """Write prompts with short answers in ``parent``; returns the settings that train on them."""
-    path = parent / "short.jsonl"
-    rows = _SHORT_TASK.generate(count=_SHORT_PROMPTS, seed=1)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return (f"data.train={path}", f"data.prompts={_SHORT_PROMPTS}", "rollout.max_tokens=64")

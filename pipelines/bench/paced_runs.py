@@ -7,6 +7,7 @@ workers fit on two cores. Times count from the first dispatch to the last acknow
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from pipelines.config_loader import load_config_file
 from storage.errors import UserError
 from storage.history.archive import RolloutArchive
 from storage.run_directory import RunDirectory
+from storage.tasks import RunningSums
 
 PROFILE = "latency_bound"
 """A pass costs about the same whatever its rows: k_row is 0.5 % of t0."""
@@ -36,6 +38,9 @@ _COMMON = (
     "checkpoint.every=0",
     "tracking.tensorboard=false",
 )
+
+LONG_TAILED = RunningSums(median_laps=1.5, sigma_laps=1.5)
+"""Prompts of the kind that model tiny knows, with a longer tail: P90 is about 4.5 medians, the cap about 14."""
 
 COLUMNS = ("run", "steps", "prompts", "s/prompt", "speed-up", "generate", "learn", "rest", "P90/P50", "overrun")
 """Heads of the table that :func:`row` fills. Unit of generate, learn and rest: share of the time of all steps."""
@@ -132,6 +137,18 @@ def paced_run(
     if len(run.steps) <= skip:
         raise UserError(f"{run.directory} has {len(run.steps)} steps, {skip + 1} are needed: give it more prompts")
     return PacedRun(name, run, skip)
+
+
+def write_prompts(parent: Path, task: RunningSums, count: int) -> tuple[str, ...]:
+    """Write ``count`` prompts of a task in ``parent``, once; returns the settings that train on them.
+
+    Raises:
+        UserError: The task has fewer different prompts.
+    """
+    path = parent / f"prompts-{count}.jsonl"
+    rows = task.generate(count=count, seed=1)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return (f"data.train={path}", f"data.prompts={count}")
 
 
 def speedup(baselines: Sequence[PacedRun], others: Sequence[PacedRun]) -> float:

@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from pipelines.bench.harness import BenchResult, OptionValue
 from pipelines.bench.paced_runs import (
     COLUMNS,
+    LONG_TAILED,
     PacedRun,
     paced_run,
     row,
     speedup,
     validity,
+    write_prompts,
 )
 from pipelines.bench.training import workplace
 from pipelines.simulation.measures import ks_distance
@@ -39,6 +43,7 @@ _PROMPTS_PER_STEP = 16
 _SAMPLES = 8
 _OVERLAUNCH = 1.25
 _PERIOD = 5
+_CAP = 256
 _EPOCH_STEPS = 4
 _REGIMES = ("both", "tail", "dispatch")
 _GROUPS = (f"rollout.prompts_per_step={_PROMPTS_PER_STEP}", f"rollout.samples_per_prompt={_SAMPLES}")
@@ -73,7 +78,7 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     notes.append(note)
     notes += [
         f"{_WORKERS} rollout workers, t0 {float(options['t0_ms']):g} ms, profile latency_bound (k_row = 0.5 % of t0); "
-        f"{_PROMPTS_PER_STEP} prompts a step, {_SAMPLES} answers each, model tiny on its own task, cap 256 tokens",
+        f"{_PROMPTS_PER_STEP} prompts a step, {_SAMPLES} answers each, model tiny, cap {_CAP} tokens",
         "s/prompt: wall-clock time of all steps over the prompts that they trained, learning and Ray included; "
         "generate: engine time of the busiest worker, rest: what is neither that nor learning",
         f"tail: {int(options['periods'])} periods of {_PERIOD} steps, an epoch in all; waste: tokens given up over "
@@ -93,6 +98,7 @@ def tail_figures(baselines: list[PacedRun], others: list[PacedRun]) -> dict[str,
             ks_distance(baseline.lengths(), other.lengths()) for baseline, other in zip(baselines, others, strict=True)
         ),
         "length_p90_over_p50": min(baseline.length_tail for baseline in baselines),
+        "cap_over_p50": min(_CAP / float(np.median(baseline.lengths())) for baseline in baselines),
         "staleness_violations": sum(other.violations for other in others),
     }
 
@@ -101,10 +107,11 @@ def _tail(parent: Path, options: Mapping[str, OptionValue], pair: int) -> tuple[
     """One epoch of so many prompts that it is made of whole periods."""
     settings = [
         *_GROUPS,
-        f"data.prompts={int(options['periods']) * _PERIOD * _PROMPTS_PER_STEP}",
+        *write_prompts(parent, LONG_TAILED, int(options["periods"]) * _PERIOD * _PROMPTS_PER_STEP),
         "run.steps=0",
         "run.epochs=1",
         "rollout.max_rows=64",
+        f"rollout.max_tokens={_CAP}",
         "algorithm.name=decoupled_ppo",
     ]
     tail = [
@@ -122,7 +129,7 @@ def _dispatch(parent: Path, options: Mapping[str, OptionValue], pair: int) -> tu
     """Some epochs over few prompts: the first teaches the predictor their lengths."""
     settings = [
         *_GROUPS,
-        f"data.prompts={_EPOCH_STEPS * _PROMPTS_PER_STEP}",
+        *write_prompts(parent, LONG_TAILED, _EPOCH_STEPS * _PROMPTS_PER_STEP),
         "run.steps=0",
         f"run.epochs={int(options['epochs'])}",
         f"rollout.max_rows={_PROMPTS_PER_STEP * _SAMPLES // _WORKERS // 4}",

@@ -8,12 +8,12 @@ import pytest
 
 from pipelines.bench import asynchrony, scheduling
 from pipelines.bench.asynchrony import Comparison, pace, shared_figures
-from pipelines.bench.paced_runs import COLUMNS, PacedRun, row, speedup, validity
+from pipelines.bench.paced_runs import COLUMNS, LONG_TAILED, PacedRun, row, speedup, validity, write_prompts
 from pipelines.bench.scheduling import tail_figures
 from pipelines.bench.training import TrainingRun
 from pipelines.config_loader import load, write_config
+from storage.datasets import load_rows
 from storage.errors import UserError
-from storage.tasks import RunningSums
 
 STEP = {
     "time/step_s": 4.0,
@@ -119,13 +119,27 @@ def test_worst_and_even_ratio_are_the_smallest_of_their_kind(tmp_path):
     assert found["staleness_violations"] == 0
 
 
-def test_short_task_has_enough_prompts_and_room_for_its_answers(tmp_path):
-    asynchrony._short_task(tmp_path)
+def demonstrated(task, count):
     rng = np.random.default_rng(0)
-    task: RunningSums = asynchrony._SHORT_TASK
-    rows = list(task.generate(count=asynchrony._SHORT_PROMPTS, seed=1))
-    assert len((tmp_path / "short.jsonl").read_text().splitlines()) == len(rows)
-    assert max(len(task.demonstrate(row, rng)) for row in rows for _ in range(8)) < 64
+    return [len(task.demonstrate(row, rng)) + 1 for row in task.generate(count=count, seed=1) for _ in range(8)]
+
+
+def test_prompts_are_written_as_many_as_asked_for_and_all_different(tmp_path):
+    settings = write_prompts(tmp_path, LONG_TAILED, 240)
+    rows = load_rows(settings[0].removeprefix("data.train="), count=999, seed=0, prompt_column="prompt")
+    assert settings[1] == "data.prompts=240"
+    assert len(rows) == len({row["prompt"] for row in rows}) == 240
+    assert {"answer", "solution"} <= set(rows[0])
+
+
+def test_long_tailed_answers_have_the_tail_and_the_cap_that_the_figures_are_for():
+    p50, p90 = np.quantile(demonstrated(LONG_TAILED, 240), (0.5, 0.9))
+    assert p90 / p50 >= 4
+    assert 256 / p50 >= 12
+
+
+def test_short_answers_fit_their_limit():
+    assert max(demonstrated(asynchrony._SHORT_TASK, asynchrony._SHORT_PROMPTS)) <= 64
 
 
 @pytest.mark.parametrize(
