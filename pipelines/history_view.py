@@ -18,9 +18,10 @@ from pipelines.run_data import tokenizer_fingerprint
 from storage.errors import UserError
 from storage.files import atomic_file
 from storage.history.manifest import HistoryError
-from storage.history.rows import Answer, expand_prompts, history_schema, prompt_digest
+from storage.history.rows import Answer, expand_prompts, prompt_digest
 from storage.history.store import HistoryStore
 from storage.history.summary import HistoryStats
+from storage.history.top_columns import TOP_NAMES
 from storage.models import load_tokenizer, present_model
 from storage.records import Int32Array
 from storage.run_directory import RunDirectory
@@ -103,6 +104,8 @@ def compact(run: Path, window: int, console: Console) -> None:
 def export(run: Path, to: Path, console: Console) -> None:
     """Write every readable answer into ``to``, with the tokens of its prompt; the suffix chooses the format.
 
+    All but the likeliest tokens at each place of an answer, which only Parquet and Arrow files get.
+
     Raises:
         UserError: A suffix that we do not write, a folder that does not exist, or a disk that is full.
     """
@@ -111,7 +114,7 @@ def export(run: Path, to: Path, console: Console) -> None:
     if not to.absolute().parent.is_dir():
         raise UserError(f"--to {to}: the folder {to.absolute().parent} does not exist")
     with _open(run) as store:
-        schema = history_schema(store.tokenizer_fingerprint)
+        schema = store.schema
         with atomic_file(to) as temporary:
             count = _write(temporary, to.suffix, _batches(store), schema)
         console.print(Text(f"{count} answers written to {to}"), soft_wrap=True)
@@ -261,7 +264,9 @@ def _write(path: Path, suffix: str, batches: Iterator[Any], schema: Any) -> int:
     if suffix == ".jsonl":
         with path.open("w", encoding="utf-8") as file:
             for batch in batches:
-                file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in batch.to_pylist())
+                # The likeliest tokens beside each token would be most of the text, and JSON lacks their infinities.
+                plain = batch.select([name for name in batch.schema.names if name not in TOP_NAMES])
+                file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in plain.to_pylist())
                 count += batch.num_rows
         return count
     make = pq.ParquetWriter(path, schema, compression="zstd") if suffix == ".parquet" else pa.ipc.new_file(path, schema)

@@ -7,7 +7,7 @@ from token values, or recovers a group by position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -100,6 +100,64 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """The likeliest tokens of the distributions that some tokens were drawn from.
+
+    At K = 32 they take 256 bytes a token, where id and log-probability take 8: they are recorded only where asked for.
+
+    Attributes:
+        ids: int32[n, K], in each row the K likeliest tokens; -1 where the distribution has fewer, and in all places of
+            a token of which nothing was recorded.
+        logprobs: float32[n, K], their log-probabilities (after temperature, top-k and top-p); -inf where the id is -1.
+    """
+
+    ids: Int32Array
+    logprobs: Float32Array
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both arrays in bytes."""
+        return self.ids.nbytes + self.logprobs.nbytes
+
+    def part(self, begin: int, end: int) -> TopTokens:
+        """Return a view of tokens ``begin`` to ``end`` (exclusive)."""
+        return TopTokens(ids=self.ids[begin:end], logprobs=self.logprobs[begin:end])
+
+    def copy(self) -> TopTokens:
+        """Return the same with arrays of its own."""
+        return TopTokens(ids=self.ids.copy(), logprobs=self.logprobs.copy())
+
+    @classmethod
+    def join(cls, parts: Sequence[TopTokens | None], counts: Sequence[int]) -> TopTokens | None:
+        """Return the top tokens of consecutive runs of tokens, as wide as the widest; ``None`` when no run has any.
+
+        Args:
+            parts: Of each run; ``None`` where nothing was recorded.
+            counts: Tokens of each run.
+
+        Raises:
+            ValueError: A part does not have a row for each token of its run, or its arrays differ in shape.
+        """
+        width = max((part.ids.shape[1] for part in parts if part is not None), default=0)
+        if not width:
+            return None
+        ids = np.full((sum(counts), width), -1, np.int32)
+        logprobs = np.full(ids.shape, -np.inf, np.float32)
+        at = 0
+        for part, count in zip(parts, counts, strict=True):
+            if part is not None:
+                if len(part.ids) != count or part.ids.shape != part.logprobs.shape:
+                    raise ValueError(
+                        f"top tokens of shape {part.ids.shape} with log-probabilities of shape {part.logprobs.shape} "
+                        f"for {count} tokens"
+                    )
+                ids[at : at + count, : part.ids.shape[1]] = part.ids
+                logprobs[at : at + count, : part.ids.shape[1]] = part.logprobs
+            at += count
+        return cls(ids=ids, logprobs=logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A run of tokens of one answer that share a source and a version.
 
@@ -109,12 +167,14 @@ class Segment:
         token_ids: int32[n].
         logprobs: float32[n] under the distribution that was sampled (after temperature, top-k and top-p); 0 for
             environment tokens.
+        top: The likeliest tokens at each place, where the engine was asked to record them.
     """
 
     source: SegmentSource
     version: int
     token_ids: Int32Array
     logprobs: Float32Array
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +248,10 @@ class Sample:
     def versions(self) -> Int32Array:
         """Version of each token, int32[length]; -1 on environment tokens."""
         return np.concatenate([np.full(len(s.token_ids), s.version, np.int32) for s in self.segments] or [_EMPTY_INT])
+
+    def top(self) -> TopTokens | None:
+        """The likeliest tokens at each place, of ``length`` rows; ``None`` where none were recorded."""
+        return TopTokens.join([s.top for s in self.segments], [len(s.token_ids) for s in self.segments])
 
     def policy_mask(self) -> npt.NDArray[np.bool_]:
         """True where the policy wrote the token, bool[length]; only those enter the loss."""

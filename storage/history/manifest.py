@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.files import StorageError, atomic_write
-from storage.history.rows import HISTORY_VERSION
+from storage.history.rows import PLAIN_VERSION, TOP_VERSION
 from storage.journal import decode_line, encode_line
 
 _FILE = "MANIFEST.json"
@@ -70,17 +70,21 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """State of a store. Segments are in order of time: every row of one is older than those of the next."""
+    """State of a store. Segments are in order of time: every row of one is older than those of the next.
+
+    ``schema_version`` is that of all segments and of the log.
+    """
 
     generation: int
     tokenizer_fingerprint: int
     segments: tuple[SegmentEntry, ...] = ()
+    schema_version: int = PLAIN_VERSION
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Replace the manifest of ``directory``, durably and atomically. Raises ``StorageError``."""
     record = {
-        "schema_version": HISTORY_VERSION,
+        "schema_version": manifest.schema_version,
         "tokenizer_fp": f"{manifest.tokenizer_fingerprint:016x}",
         "generation": manifest.generation,
         "segments": [
@@ -117,10 +121,10 @@ def read_manifest(directory: Path, tokenizer_fingerprint: int | None) -> Manifes
     except ValueError as error:
         raise HistoryError(f"{path} is damaged ({error}): {advice}") from error
     version = record.get("schema_version")
-    if version != HISTORY_VERSION:
+    if version not in (PLAIN_VERSION, TOP_VERSION):
         raise HistoryError(
-            f"{path} has schema version {version}, this program reads {HISTORY_VERSION}: use the version that wrote "
-            f"it, or move {directory} away to begin a new history"
+            f"{path} has schema version {version}, this program reads {PLAIN_VERSION} and {TOP_VERSION}: use the "
+            f"version that wrote it, or move {directory} away to begin a new history"
         )
     found = int(record["tokenizer_fp"], 16)
     if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
@@ -128,7 +132,7 @@ def read_manifest(directory: Path, tokenizer_fingerprint: int | None) -> Manifes
             f"{directory} was written with tokenizer {found:016x}, this model has {tokenizer_fingerprint:016x}: its "
             f"tokens mean something else; move it away to begin a new history, or go back to that model"
         )
-    return Manifest(record["generation"], found, tuple(_segment(part) for part in record["segments"]))
+    return Manifest(record["generation"], found, tuple(_segment(part) for part in record["segments"]), version)
 
 
 def manifest_size(directory: Path) -> int:

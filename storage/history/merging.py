@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from storage.history.rows import Rows, VisitKey, sparse_lists
+from storage.history.rows import Rows, VisitKey, conform, sparse_lists
 from storage.history.segments import Block
 from storage.records import Int32Array
 
@@ -32,6 +32,7 @@ def merge(
     blocks: Sequence[Block],
     *,
     block_tokens: int,
+    schema: Any,
     window: int | None = None,
     last_step: int | None = None,
 ) -> Iterator[Any]:
@@ -42,6 +43,7 @@ def merge(
     Args:
         blocks: Input, in order of time.
         block_tokens: Answer tokens from which on a batch is full; only a prompt is never split before that size.
+        schema: ``pyarrow.Schema`` of the output; the input may be in an earlier version of it.
         window: Newest visits of each prompt to keep; all by default.
         last_step: Rows of later steps are left out; none by default.
     """
@@ -56,12 +58,12 @@ def merge(
         for piece in kept:
             size = int(piece.rows.column("length")[piece.first : piece.last].sum(dtype=np.int64))
             if pieces and tokens + size > block_tokens:
-                yield _join(pieces)
+                yield conform(_join(pieces), schema)
                 pieces, tokens = [], 0
             pieces.append((prompt.token_ids, piece))
             tokens += size
     if pieces:
-        yield _join(pieces)
+        yield conform(_join(pieces), schema)
 
 
 def _prompts(blocks: Sequence[Block]) -> Iterator[_Prompt]:

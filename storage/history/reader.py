@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,11 @@ class HistoryReader:
     def generation(self) -> int:
         """Counts changes of the set of files; rows appended since show only in :meth:`visits`."""
         return self._manifest.generation
+
+    @property
+    def schema(self) -> Any:
+        """``pyarrow.Schema`` of all rows."""
+        return self._schema
 
     @property
     def tokenizer_fingerprint(self) -> int:
@@ -195,7 +200,7 @@ class HistoryReader:
         with as_history_error():
             for _ in range(_ATTEMPTS):
                 manifest = read_manifest(self.directory, self._wanted) or Manifest(0, self._wanted or 0)
-                schema = history_schema(manifest.tokenizer_fingerprint)
+                schema = history_schema(manifest.tokenizer_fingerprint, manifest.schema_version)
                 known = {segment.entry: segment for segment in self._segments if not segment.is_missing}
                 segments = [known.get(e) or Segment(self._segment_path(e), e, schema) for e in manifest.segments]
                 wal = WriteAheadLog(self._wal_path(manifest.generation), schema)

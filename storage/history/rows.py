@@ -7,6 +7,9 @@ that the schema does not show:
   the others. So a prompt is written once a batch, every batch is complete on its own (losing one loses nothing of the
   others), and prompts with equal hashes are told apart by their tokens.
 * The tokenizer is part of each row and of the metadata: tokens mean nothing without it.
+* Schema version 2 has two columns more, ``top_ids`` and ``top_logprobs``: K values a token, flattened, null where none
+  were recorded. A store has one version for all of its files; it stays at 1 until somebody wants to keep top tokens,
+  since these take many times the space of all the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +26,21 @@ import xxhash
 
 from storage.history.schema import SCHEMA as ARCHIVE_SCHEMA
 from storage.history.schema import VERSION_KEY
-from storage.records import TRAIN_SPLIT, FinishReason, Float32Array, Group, Int32Array, SamplingParams, SegmentSource
+from storage.history.top_columns import TOP_FIELDS, TOP_NAMES, has_top, top_columns
+from storage.records import (
+    TRAIN_SPLIT,
+    FinishReason,
+    Float32Array,
+    Group,
+    Int32Array,
+    Sample,
+    SamplingParams,
+    SegmentSource,
+    TopTokens,
+)
 
-HISTORY_VERSION = 1
+PLAIN_VERSION, TOP_VERSION = 1, 2
+"""Schema versions: without and with the likeliest tokens at each place."""
 TOKENIZER_KEY = b"tokenizer_fp"
 
 PromptHash = Callable[[Int32Array], int]
@@ -43,13 +58,22 @@ _SCALARS = (
 _KEY_COLUMNS = ("epoch", "prompt", "duplicate")
 
 
-def history_schema(tokenizer_fingerprint: int) -> Any:
+def history_schema(tokenizer_fingerprint: int, version: int = PLAIN_VERSION) -> Any:
     """Return the ``pyarrow.Schema`` of a store whose tokens are those of one tokenizer."""
     columns = [ARCHIVE_SCHEMA.field(name).with_nullable(name in ("prompt_tokens", "reward")) for name in _COLUMNS]
     return pa.schema(
-        columns,
-        metadata={VERSION_KEY: str(HISTORY_VERSION).encode(), TOKENIZER_KEY: f"{tokenizer_fingerprint:016x}".encode()},
+        [*columns, *(TOP_FIELDS if version == TOP_VERSION else ())],
+        metadata={VERSION_KEY: str(version).encode(), TOKENIZER_KEY: f"{tokenizer_fingerprint:016x}".encode()},
     )
+
+
+def conform(batch: Any, schema: Any) -> Any:
+    """Return ``batch`` in another version of the schema; columns that it lacks are null."""
+    if batch.schema.equals(schema, check_metadata=True):
+        return batch
+    have = set(batch.schema.names)
+    columns = [batch.column(f.name) if f.name in have else pa.nulls(batch.num_rows, f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 class VisitKey(NamedTuple):
@@ -73,8 +97,8 @@ class SegmentRun:
 class Answer:
     """One answer out of the store.
 
-    ``tokens`` and ``logprobs`` are read-only views of the store's files: they stay valid after compaction and keep the
-    file mapped as long as they live. Whoever keeps or sends an answer takes :meth:`copy`.
+    ``tokens``, ``logprobs`` and ``top`` are read-only views of the store's files: they stay valid after compaction and
+    keep the file mapped as long as they live. Whoever keeps or sends an answer takes :meth:`copy`.
 
     Attributes:
         tokens: int32[n].
@@ -92,6 +116,7 @@ class Answer:
         top_k: Number of highest logits kept; 0 for all.
         n_drafted: Draft tokens that were verified for it.
         n_accepted: Draft tokens that were accepted.
+        top: The likeliest tokens at each place, of n rows; ``None`` where none were recorded.
     """
 
     tokens: Int32Array
@@ -109,6 +134,7 @@ class Answer:
     top_k: int
     n_drafted: int
     n_accepted: int
+    top: TopTokens | None = None
 
     @property
     def visit(self) -> VisitKey:
@@ -132,7 +158,8 @@ class Answer:
 
     def copy(self) -> Answer:
         """Return the answer with arrays of its own, which keep no file mapped."""
-        return replace(self, tokens=self.tokens.copy(), logprobs=self.logprobs.copy())
+        top = None if self.top is None else self.top.copy()
+        return replace(self, tokens=self.tokens.copy(), logprobs=self.logprobs.copy(), top=top)
 
 
 class Rows:
@@ -149,6 +176,10 @@ class Rows:
         self._prompts = _Ragged(batch.column("prompt_tokens"))
         self._tokens = _Ragged(batch.column("tokens"))
         self._logprobs = _Ragged(batch.column("logprobs"))
+        self._top = None
+        if has_top(batch.schema):
+            ids, logprobs = (_Ragged(batch.column(name)) for name in TOP_NAMES)
+            self._top = ids, logprobs
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One column of numbers without nulls, one value a row."""
@@ -172,6 +203,14 @@ class Rows:
         """Logprobs of an answer, float32[n]."""
         return self._logprobs[row]
 
+    def top(self, row: int) -> TopTokens | None:
+        """Likeliest tokens at each place of an answer; ``None`` where none were recorded."""
+        ids = None if self._top is None else self._top[0][row]
+        if self._top is None or ids is None or not len(ids):
+            return None
+        shape = len(self.tokens(row)), -1
+        return TopTokens(ids=ids.reshape(shape), logprobs=self._top[1][row].reshape(shape))
+
     def visit_keys(self) -> npt.NDArray[np.int64]:
         """int64[rows, 3]: epoch, prompt and duplicate, as in :class:`VisitKey`."""
         return np.stack([self.column(name).astype(np.int64) for name in _KEY_COLUMNS], axis=1)
@@ -184,7 +223,9 @@ class Rows:
         for row, values in enumerate(zip(*columns, strict=True), start=first):
             cell: dict[str, Any] = dict(zip(_SCALARS, values, strict=True))
             runs = tuple(SegmentRun(run["source"], run["version"], run["count"]) for run in cell.pop("segments"))
-            answers.append(Answer(tokens=self.tokens(row), logprobs=self.logprobs(row), segments=runs, **cell))
+            answers.append(
+                Answer(tokens=self.tokens(row), logprobs=self.logprobs(row), segments=runs, top=self.top(row), **cell)
+            )
         return answers
 
 
@@ -263,6 +304,8 @@ def to_rows(
         "n_drafted": [sample.drafted for sample in samples],
         "n_accepted": [sample.accepted for sample in samples],
     }
+    if has_top(schema):
+        values = {**values, **top_columns(samples)}
     arrays = [
         values[column.name] if isinstance(values[column.name], pa.Array) else pa.array(values[column.name], column.type)
         for column in schema
@@ -271,11 +314,14 @@ def to_rows(
 
 
 def in_parts(groups: Sequence[Group], most_tokens: int) -> Iterator[list[Group]]:
-    """Split into stretches of whole groups of at most ``most_tokens`` tokens, or of one larger group."""
+    """Split into stretches of whole groups of at most ``most_tokens`` tokens, or of one larger group.
+
+    A likely token that was recorded beside the one drawn counts as a token too: it takes as much space.
+    """
     part: list[Group] = []
     tokens = 0
     for group in groups:
-        size = len(group.prompt.token_ids) + sum(sample.length for sample in group.samples)
+        size = len(group.prompt.token_ids) + sum(_size(sample) for sample in group.samples)
         if part and tokens + size > most_tokens:
             yield part
             part, tokens = [], 0
@@ -283,6 +329,10 @@ def in_parts(groups: Sequence[Group], most_tokens: int) -> Iterator[list[Group]]
         tokens += size
     if part:
         yield part
+
+
+def _size(sample: Sample) -> int:
+    return sample.length + sum(segment.top.ids.size for segment in sample.segments if segment.top is not None)
 
 
 def prompt_digest(token_ids: Int32Array) -> bytes:

@@ -22,11 +22,7 @@ from storage.files import StorageError, describe_failure, fsync_directory, remov
 from storage.history.manifest import HistoryError, Manifest, SegmentEntry, write_manifest
 from storage.history.merging import merge
 from storage.history.reader import HistoryReader, as_history_error
-from storage.history.rows import (
-    PromptHash,
-    in_parts,
-    to_rows,
-)
+from storage.history.rows import PLAIN_VERSION, TOP_VERSION, PromptHash, history_schema, in_parts, to_rows
 from storage.history.schema import prompt_hash
 from storage.history.segments import Block, write_segment
 from storage.records import Group, SamplingParams
@@ -34,6 +30,8 @@ from storage.records import Group, SamplingParams
 logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 1 << 19
+_TOP_BLOCK_TOKENS = 1 << 15
+"""The same with top tokens beside the answers: blocks of like size on the disk, as each is verified as a whole."""
 _BATCH_TOKENS = 1 << 22
 _MOST_BATCHES = 4096
 
@@ -48,6 +46,7 @@ class HistoryStore(HistoryReader):
         *,
         seal_bytes: int = 256 << 20,
         hash_prompt: PromptHash = prompt_hash,
+        keep_top: bool = False,
     ) -> None:
         """Open the store in ``directory`` for reading; nothing has to be there yet.
 
@@ -56,12 +55,15 @@ class HistoryStore(HistoryReader):
             tokenizer_fingerprint: 64-bit identity of the tokenizer; ``None`` reads whatever is there.
             seal_bytes: Size of the write-ahead log from which on an append seals it first.
             hash_prompt: Hash of prompts; the same for all users of the store.
+            keep_top: Keep the likeliest tokens at each place of an answer that comes with them. A store that cannot
+                hold them is rewritten with the first call that writes; its older answers have none.
 
         Raises:
             HistoryError: It belongs to another tokenizer or schema version, or its manifest is damaged. Damage to data
                 is no error: see :attr:`damage`.
         """
         self._seal_bytes = seal_bytes
+        self._keep_top = keep_top
         self._lock: int | None = None
         self._is_writer = False
         self._step: int | None = None
@@ -187,11 +189,15 @@ class HistoryStore(HistoryReader):
             raise StorageError(describe_failure("cannot lock", self.directory, error)) from error
         try:
             self._load()
+            version = TOP_VERSION if self._keep_top else PLAIN_VERSION
             if not self._manifest.generation:
-                write_manifest(self.directory, Manifest(1, self._wanted))
+                write_manifest(self.directory, Manifest(1, self._wanted, schema_version=version))
                 self._load()
+            elif version > self._manifest.schema_version:
+                self._commit((), self.blocks(), version=version)
             self._tidy()
-            self._wal.open_for_append()
+            if not self._wal.is_writable:
+                self._wal.open_for_append()
         except BaseException:
             if self._lock is not None:
                 os.close(self._lock)
@@ -206,19 +212,26 @@ class HistoryStore(HistoryReader):
         *,
         window: int | None = None,
         last_step: int | None = None,
+        version: int | None = None,
     ) -> None:
-        """Make a generation of the segments ``kept`` and a new one with the rows of ``blocks``."""
-        generation = self.generation + 1
+        """Make a generation of the segments ``kept`` and a new one with the rows of ``blocks``.
+
+        With a schema ``version`` other than the store's, no segment may be kept.
+        """
+        generation, fingerprint = self.generation + 1, self._manifest.tokenizer_fingerprint
+        version = version or self._manifest.schema_version
+        schema = history_schema(fingerprint, version)
         path = self.directory / "segments" / f"{generation:06d}.arrow"
-        batches = merge(blocks, block_tokens=BLOCK_TOKENS, window=window, last_step=last_step)
-        entry = write_segment(path, batches, self._schema)
+        size = _TOP_BLOCK_TOKENS if version == TOP_VERSION else BLOCK_TOKENS
+        batches = merge(blocks, block_tokens=size, schema=schema, window=window, last_step=last_step)
+        entry = write_segment(path, batches, schema)
         entries = (*kept, *(() if entry is None else (entry,)))
         failures = list(self.damage)
         old_wal, old_segments = self._wal, self._segments
         # If the disk fails from here on, nobody knows which of the two manifests is there: the next write looks.
         self._is_writer = False
         try:
-            write_manifest(self.directory, Manifest(generation, self._manifest.tokenizer_fingerprint, entries))
+            write_manifest(self.directory, Manifest(generation, fingerprint, entries, version))
         finally:
             with suppress(StorageError):  # a failed sync: its rows are in the segment, or were never promised
                 old_wal.close()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from storage.history.rows import PromptHash, Rows
 from storage.history.segments import Block, Segment
+from storage.history.top_columns import has_top, top_laws
 from storage.records import FinishReason, SegmentSource
 
 _SOURCES = get_args(SegmentSource)
@@ -88,6 +89,8 @@ def _broken_laws(rows: Rows, hash_prompt: PromptHash, tokenizer_fingerprint: int
         "no more drafted tokens accepted than verified": rows.column("n_accepted") <= rows.column("n_drafted"),
         "a known finish reason": np.isin(batch.column("finish_reason").to_numpy(zero_copy_only=False), _REASONS),
     }
+    if has_top(batch.schema):
+        laws |= top_laws(batch)
     for law, holds in laws.items():
         broken = int(np.count_nonzero(~np.asarray(holds, np.bool_)))
         if broken:
