@@ -33,12 +33,11 @@ def assumed_latency(config: Config) -> LatencyTable:
 
 @dataclass(slots=True)
 class _Worker:
-    """One rollout worker: its pool, and what it was given in this round and has not written yet."""
+    """One rollout worker: its pool, what it was given in this round, and what it will get."""
 
     pool: Pool
     slots: int
     assigned: int = 0
-    running: int = 0
     limit: int = 0
     queue: deque[tuple[Work, Assignment]] = field(default_factory=deque)
 
@@ -67,7 +66,6 @@ class Dispatching:
             else _Worker("regular", rollout.max_rows)
             for index in range(rollout.workers)
         ]
-        self._placed: dict[GroupKey, int] = {}
         flow.on_written = self._written
 
     def start_round(self) -> None:
@@ -95,11 +93,11 @@ class Dispatching:
         return long or {index: worker.slots for index, worker in enumerate(self._workers)}
 
     def free_rows(self, oldest_version: int) -> int:
-        """Rows that workers could take now; work goes to those with weights of ``oldest_version`` or newer only."""
+        """Rows that workers could take now; only those whose rows begin under ``oldest_version`` or newer get any."""
         self._oldest = oldest_version
-        queued = {index: sum(work.rows for work, _ in w.queue) for index, w in enumerate(self._workers)}
+        self._issue()  # what waited for a worker that has caught up
         return sum(
-            max(0, worker.slots - worker.running - queued[index])
+            max(0, worker.slots - self._flow.rows(index) - _rows(worker))
             for index, worker in enumerate(self._workers)
             if self._fresh(index)
         )
@@ -114,21 +112,22 @@ class Dispatching:
         return {work.key for worker in self._workers for work, _ in worker.queue}
 
     def _loads(self) -> list[WorkerLoad]:
-        return [
+        everyone = [
             WorkerLoad(
                 index=index,
                 pool=worker.pool,
                 slots=worker.slots,
-                assigned=worker.assigned,
-                running=worker.running,
+                assigned=self._flow.rows(index) + _rows(worker) if self._live else worker.assigned,
+                running=self._flow.rows(index),
                 queued=tuple(work for work, _ in worker.queue),
             )
             for index, worker in enumerate(self._workers)
-            if self._fresh(index)
         ]
+        # Where all lag, what was interrupted still needs a place; it starts there once that worker has caught up.
+        return [load for load in everyone if self._fresh(load.index)] or everyone
 
     def _fresh(self, index: int) -> bool:
-        return self._oldest is None or self._flow.versions.get(index, 0) >= self._oldest
+        return self._oldest is None or self._flow.opening_versions.get(index, 0) >= self._oldest
 
     def _enqueue(self, placement: Placement, assignment: Assignment, long_round: bool) -> None:
         worker = self._workers[placement.worker]
@@ -155,10 +154,13 @@ class Dispatching:
     def _issue(self) -> None:
         """Start what workers have room for; without holding back, everything."""
         for index, worker in enumerate(self._workers):
+            if not self._fresh(index):
+                continue
             ready: list[Assignment] = []
-            while worker.queue and (not self._holds_back or worker.running < (worker.limit or worker.slots)):
+            running = self._flow.rows(index)
+            while worker.queue and (not self._holds_back or running < (worker.limit or worker.slots)):
                 work, assignment = worker.queue.popleft()
-                worker.running += work.rows
+                running += work.rows
                 ready.append(assignment)
             if ready:
                 self._send(index, ready)
@@ -166,14 +168,11 @@ class Dispatching:
     def _send(self, index: int, assignments: Sequence[Assignment]) -> None:
         self._flow.dispatch(index, assignments, row_limit=self._workers[index].limit)
 
-    def _written(self, worker: int, _key: GroupKey) -> None:
+    def _written(self, _worker: int, _key: GroupKey) -> None:
         """A sample left its worker: let waiting groups move up, or over to where there is room."""
         if not self._holds_back:
             return
-        own = self._workers[worker]
-        own.running = max(0, own.running - 1)
         if self._live:
-            own.assigned = max(0, own.assigned - 1)
             self.on_room()
         if not any(w.queue for w in self._workers):
             return
@@ -187,3 +186,8 @@ class Dispatching:
                     target.queue.append(entry)
                     break
         self._issue()
+
+
+def _rows(worker: _Worker) -> int:
+    """Rows that wait for a worker."""
+    return sum(work.rows for work, _ in worker.queue)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import ray
 
 from actors.bundles import BundleHeader, Call, GroupEnvelope, Resumption, RewardEnvelope
 from actors.channels import GET_DEADLINE_S
-from actors.rollout.engine import SwapMode
+from actors.rollout.engine import Swap
 from pipelines.drafting import DraftRequests
 from pipelines.faults import brief, user_error
 from pipelines.roles import Role, Roles
@@ -51,6 +52,8 @@ class Lease:
         base: Tokens that it had when it was given out.
         stays: Interruptions by a limit of its stay.
         stopping: It was asked to stop.
+        waits: It used up its stay, and nobody has sent it on yet.
+        begins: Version that its worker's new rows began under when it was given out: none of its new tokens is older.
     """
 
     assignment: Assignment
@@ -64,6 +67,8 @@ class Lease:
     base: int = 0
     stays: int = 0
     stopping: bool = False
+    waits: bool = False
+    begins: int = 0
 
     @property
     def tokens(self) -> int:
@@ -92,11 +97,13 @@ class SampleFlow:
         events: What happened to samples, in order.
         loads: What the engine of each worker has done, by name.
         draft_metrics: What each worker's draft source counts, by name.
-        generated: Tokens written since the start; dropped: those of them that will never be trained.
+        generated: Tokens handed over since the start; dropped: those of them that will never be trained. At any time,
+            generated = trained + dropped + held by leases.
         crashes: Workers that died.
         failure: What broke the flow.
-        on_written: Called with (worker, key) whenever a sample has left its rollout worker.
+        on_written: Called with (worker, key) whenever a sample has left its rollout worker, or died with it.
         versions: Version that each rollout worker has acknowledged, by number.
+        opening_versions: Version of the weights that its new rows begin under; the one before where a snapshot lags.
         on_version: Called whenever one has acknowledged.
         deadline: Seconds that the score of an answer of a group may take; None: as configured.
         on_scored: Called with the header of each answer that was scored for the first time.
@@ -108,9 +115,10 @@ class SampleFlow:
         self._drafts = drafts
         self._leases: dict[SampleId, Lease] = {}
         self._indices: dict[GroupKey, set[int]] = {}
-        self._cut: set[SampleId] = set()
+        self._in_hand: dict[int, dict[SampleId, int]] = {}
+        self._rows: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._restarting: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
         self._stopped = asyncio.Condition()
         self._calls = 0
         self._closed = False
@@ -124,6 +132,7 @@ class SampleFlow:
         self.failure: BaseException | None = None
         self.on_written: Callable[[int, GroupKey], None] = lambda _worker, _key: None
         self.versions: dict[int, int] = {}
+        self.opening_versions: dict[int, int] = {}
         self.on_version: Callable[[], None] = lambda: None
         self.deadline: Callable[[GroupKey], float | None] = lambda _key: None
         self.on_scored: Callable[[SampleHeader], None] = lambda _header: None
@@ -150,7 +159,13 @@ class SampleFlow:
         resumptions: list[Resumption] = []
         for assignment in assignments:
             for index in assignment.samples:
-                lease = Lease(assignment, worker, assignment.attempt, call=self._calls)
+                lease = Lease(
+                    assignment,
+                    worker,
+                    assignment.attempt,
+                    call=self._calls,
+                    begins=self.opening_versions.get(worker, 0),
+                )
                 known = self._leases.get((assignment.key, index))
                 if known is not None:
                     lease.stays = known.stays
@@ -162,6 +177,8 @@ class SampleFlow:
                         )
                 self._leases[assignment.key, index] = lease
                 self._indices.setdefault(assignment.key, set()).add(index)
+                self._in_hand.setdefault(self._calls, {})[assignment.key, index] = lease.base
+                self._rows[worker] += 1
         call = Call(
             number=self._calls,
             assignments=tuple(assignments),
@@ -180,6 +197,19 @@ class SampleFlow:
     def busy_workers(self) -> set[int]:
         """Rollout workers that still have samples to write."""
         return {lease.worker for lease in self._leases.values() if lease.stage == "generating"}
+
+    def rows(self, worker: int) -> int:
+        """Samples that a worker was given and has not handed over, wanted or not."""
+        return self._rows[worker]
+
+    def current(self, event: SampleDone) -> Lease | None:
+        """Return the sample of an event if it is still true; since then it may have been given up, or begun anew."""
+        lease = self._leases.get((event.key, event.index))
+        if lease is None or (event.header is not None and event.header is not lease.header):
+            return None
+        if event.interrupted:
+            return lease if lease.waits else None
+        return lease if lease.stage == ("failed" if event.header is None else "scored") else None
 
     def leases(self, key: GroupKey) -> dict[int, Lease]:
         """The samples of a group that were ever given out, by index, ascending."""
@@ -215,7 +245,6 @@ class SampleFlow:
         stopping: dict[int, dict[int, list[SampleId]]] = {}
         for index, lease in doomed.items():
             if lease.stage == "generating":
-                self._cut.add((key, index))
                 stopping.setdefault(lease.worker, {}).setdefault(lease.call, []).append((key, index))
             self.dropped += lease.tokens
             self._indices[key].discard(index)
@@ -226,7 +255,7 @@ class SampleFlow:
     async def interrupt(self, keys: Collection[GroupKey]) -> None:
         """Stop what is being written of some groups, and return when their tokens are here.
 
-        A worker that does not hand them over in time loses them, nobody else: such samples begin anew.
+        Samples that a worker does not hand over in time go on behind the tokens that they had before.
         """
         wanted: dict[int, dict[int, list[SampleId]]] = {}
         for key in keys:
@@ -243,41 +272,41 @@ class SampleFlow:
                 await self._stopped.wait_for(lambda: not any(self._stage(*i) == "generating" for i in stopped))
         except TimeoutError:
             late = [identity for identity in stopped if self._stage(*identity) == "generating"]
-            log.warning("%d interrupted samples were not handed over in time: they begin anew", len(late))
+            log.warning("%d interrupted samples were not handed over in time", len(late))
             for identity in late:
                 self._leases[identity].stage = "partial"
 
-    async def publish(self, mode: SwapMode = "reprefill") -> list[dict[str, float]]:
+    async def publish(self, swap: Swap | None = None) -> list[dict[str, float]]:
         """Give all rollout workers the published weights and wait for their acknowledgements.
 
         A worker that fails or misses the deadline is replaced; its successor starts from the same snapshot.
         """
-        return list(await asyncio.gather(*(self._bring_up(i, mode) for i in range(len(self._roles.rollout)))))
+        return list(await asyncio.gather(*(self._bring_up(i, swap or Swap()) for i in range(len(self._roles.rollout)))))
 
-    def announce(self, mode: SwapMode) -> None:
+    def announce(self, swap: Swap) -> None:
         """Give all rollout workers the published weights without waiting; a slow one skips to the newest."""
         for index in range(len(self._roles.rollout)):
             if index not in self._updating:
                 self._updating.add(index)
-                self._spawn(self._catch_up(index, mode))
+                self._spawn(self._catch_up(index, swap))
 
     async def abort(self) -> None:
         """Ask all rollout workers to stop what they write."""
         calls = [role.actor.abort.remote() for role in self._roles.rollout]
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _catch_up(self, index: int, mode: SwapMode) -> None:
+    async def _catch_up(self, index: int, swap: Swap) -> None:
         try:
             while self._roles.published and self.versions.get(index, -1) < self._roles.published.manifest.version:
-                acknowledged = await self._bring_up(index, mode)
+                acknowledged = await self._bring_up(index, swap)
                 self.last_pause_s = acknowledged.get("pause_s", 0.0)
         finally:
             self._updating.discard(index)
 
-    async def _bring_up(self, index: int, mode: SwapMode) -> dict[str, float]:
+    async def _bring_up(self, index: int, swap: Swap) -> dict[str, float]:
         role = self._roles.rollout[index]
         try:
-            return await self._set_weights(index, role, mode)
+            return await self._set_weights(index, role, swap)
         except (ray.exceptions.RayError, TimeoutError) as error:
             await self._replace_rollout(index, role, error)
             return {}
@@ -294,7 +323,8 @@ class SampleFlow:
             self.events.put_nowait(SampleDone(GroupKey("", 0, 0), -1, None, "the flow failed"))
 
     async def _generate(self, worker: int, call: Call) -> None:
-        role = self._roles.rollout[worker]
+        async with self._changing(f"rollout-{worker}"):  # a successor that lacks the weights must not write yet
+            role = self._roles.rollout[worker]
         try:
             stream = role.actor.generate.options(num_returns="streaming", name=f"generate[{role.name}]").remote(call)
             async for header, ref in pairs(stream):
@@ -303,30 +333,40 @@ class SampleFlow:
                     self.draft_metrics[header.worker] = header.drafts
                 self._fruitless.pop(f"rollout-{worker}", None)
                 await self._written(worker, call.number, header, ref)
+            if missing := len(self._in_hand[call.number]):
+                raise RuntimeError(f"{role.name} has ended a call without {missing} of its samples")
         except ray.exceptions.RayError as error:
             if self._closed:
                 return
             await self._replace_rollout(worker, role, error)
             await self._issue_again(worker, call, error)
+        finally:
+            for key, _ in self._in_hand.pop(call.number):
+                self._rows[worker] -= 1
+                if not self._closed:
+                    self.on_written(worker, key)
 
     async def _written(self, worker: int, call: int, header: BundleHeader, ref: Any) -> None:
         """Take what a rollout worker hands over: complete samples go on to be scored, the others wait."""
         complete: list[SampleHeader] = []
-        for position, item in enumerate(header.items):
-            identity = (item.key, item.index)
-            lease = self._leases.get(identity)
-            if lease is None or lease.stage != "generating" or lease.call != call:
-                if identity in self._cut:
-                    self._cut.discard(identity)
-                    self.generated += item.tokens
-                    self.dropped += item.tokens
+        for position, unnumbered in enumerate(header.items):
+            item = replace(unnumbered, call=call)
+            base = self._in_hand[call].pop((item.key, item.index), None)
+            if base is None:
+                continue  # handed over twice
+            self._rows[worker] -= 1
+            self.generated += item.tokens - base
+            lease = self._leases.get((item.key, item.index))
+            if lease is None or lease.call != call:  # given up, or begun anew
+                self.dropped += item.tokens - base
+                self.on_written(worker, item.key)
                 continue
-            self.generated += item.tokens - lease.base
             lease.ref, lease.position, lease.header = ref, position, item
             if item.finish_reason == "abort":
                 lease.stage = "partial"
                 if not lease.stopping:
                     lease.stays += 1
+                    lease.waits = True
                     self.events.put_nowait(SampleDone(item.key, item.index, item, interrupted=True))
             else:
                 lease.stage = "scoring"
@@ -359,20 +399,38 @@ class SampleFlow:
                     return
                 self._count_crash(f"reward-{index}", role, error)
                 self._roles.replace_reward(index)
-                # the dead worker's last get may still swallow an envelope: put again when it has expired
-                await asyncio.sleep(GET_DEADLINE_S + 0.5)
-                await self._score_again()
+                self._spawn(self._score_again())  # not here: a full queue needs the successor's loop
 
     def _scored(self, item: SampleHeader, ref: Any, position: int) -> None:
         lease = self._leases.get((item.key, item.index))
-        if lease is None or lease.stage != "scoring":
-            return  # late or double: the first result counts
+        if lease is None or lease.stage != "scoring" or lease.call != item.call:
+            return  # double, or of tokens that were given up since: the first result of this call counts
+        if item.reward_status == "pending":
+            self._write_again(item)
+            return
         lease.stage, lease.ref, lease.position, lease.header = "scored", ref, position, item
         self.on_scored(item)
         self.events.put_nowait(SampleDone(item.key, item.index, item))
 
+    def _write_again(self, lost: SampleHeader) -> None:
+        """Have an answer written once more that was lost with a node before it was scored."""
+        lease = self._leases[lost.key, lost.index]
+        self.dropped += lease.tokens
+        lease.ref = lease.header = None
+        lease.attempt += 1
+        if lease.attempt < MAX_ATTEMPTS:
+            again = replace(lease.assignment, samples=(lost.index,), attempt=lease.attempt, resume={})
+            self.dispatch(lease.worker, [again])
+        else:
+            lease.stage = "failed"
+            self.events.put_nowait(SampleDone(lost.key, lost.index, None, "its answers were lost with their nodes"))
+
     async def _score_again(self) -> None:
-        """Put everything that awaits a score once more: nobody knows what the dead worker had taken."""
+        """Put everything that awaits a score once more: nobody knows what the dead worker had taken.
+
+        Its last ``get`` may still swallow an envelope, so not before that has expired.
+        """
+        await asyncio.sleep(GET_DEADLINE_S + 0.5)
         by_ref: dict[Any, list[SampleHeader]] = {}
         for lease in self._leases.values():
             if lease.stage == "scoring" and lease.header is not None:
@@ -418,8 +476,7 @@ class SampleFlow:
         return lease.stage if lease else "forgotten"
 
     async def _replace_rollout(self, index: int, dead: Role, error: BaseException) -> None:
-        lock = self._restarting.setdefault(f"rollout-{index}", asyncio.Lock())
-        async with lock:
+        async with self._changing(f"rollout-{index}"):
             if self._roles.rollout[index] is not dead:
                 return  # somebody else noticed first
             while True:
@@ -429,10 +486,13 @@ class SampleFlow:
                 if self._roles.published is None:
                     return
                 try:
-                    await self._set_weights(index, dead, "reprefill")
+                    await self._set_weights(index, dead, Swap())
                     return
                 except (ray.exceptions.RayError, TimeoutError) as again:
                     error = again  # the successor died as well: the count decides when to give up
+
+    def _changing(self, what: str) -> asyncio.Lock:
+        return self._locks.setdefault(what, asyncio.Lock())
 
     def _count_crash(self, slot: str, role: Role, error: BaseException) -> None:
         """Take note of a death; raises what the user must mend, or when successors die in turn without any result."""
@@ -448,12 +508,14 @@ class SampleFlow:
             ) from error
         log.warning("%s died (%s); starting another one", role.name, brief(error))
 
-    async def _set_weights(self, index: int, role: Role, mode: SwapMode) -> dict[str, float]:
-        published = self._roles.published
-        assert published is not None
-        call = role.actor.set_weights.remote(published.manifest, [published.ref], mode)
-        acknowledged: dict[str, float] = await asyncio.wait_for(call, _WEIGHTS_DEADLINE_S)
+    async def _set_weights(self, index: int, role: Role, swap: Swap) -> dict[str, float]:
+        async with self._changing(f"weights of rollout-{index}"):  # two at once might arrive the wrong way round
+            published = self._roles.published
+            assert published is not None
+            call = role.actor.set_weights.remote(published.manifest, [published.ref], swap)
+            acknowledged: dict[str, float] = await asyncio.wait_for(call, _WEIGHTS_DEADLINE_S)
         self.versions[index] = published.manifest.version
+        self.opening_versions[index] = int(acknowledged["opening_version"])
         self.on_version()
         return acknowledged
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from actors.length_predictor.client import PredictorClient
-from actors.rollout.engine import SwapMode
+from actors.rollout.engine import Handover, Swap
 from pipelines.config import Config
 from pipelines.dispatching import Dispatching, assumed_latency
 from pipelines.flow import SampleFlow
@@ -40,6 +40,8 @@ def make_runner(
             max_staleness=config.asynchrony.max_staleness,
             samples_per_prompt=config.rollout.samples_per_prompt,
             dynamic_sampling=config.algorithm.filters_zero_variance,
+            max_refills=config.algorithm.max_refills,
+            lag=int(config.asynchrony.partial == "split"),
         )
     else:
         policy = _rounds_policy(config)
@@ -69,12 +71,16 @@ async def change_rules(runner: RoundRunner, config: Config) -> None:
         runner.policy = _rounds_policy(config)
 
 
-def swap_mode(config: Config) -> SwapMode:
-    """Return what becomes of answers that are being written when new weights arrive."""
+def weight_swap(config: Config) -> Swap:
+    """Return what becomes of answers that are being written when new weights arrive, and who begins new ones."""
     asynchrony = config.asynchrony
     if asynchrony.partial == "off":
-        return "drain"  # an answer is written by one version
-    return asynchrony.on_interrupt
+        return Swap("drain")  # an answer is written by one version
+    if asynchrony.partial == "split":
+        return Swap(asynchrony.on_interrupt, Handover(kind="split", k_min=asynchrony.k_min))
+    if asynchrony.interrupt_at == "boundary" and asynchrony.on_interrupt != "drain":
+        return Swap(asynchrony.on_interrupt, Handover(kind="boundary", grace_tokens=asynchrony.grace_tokens))
+    return Swap(asynchrony.on_interrupt)
 
 
 def _rounds_policy(config: Config) -> SchedulePolicy:

@@ -208,8 +208,8 @@ class RoundRunner:
         taken = {key: self.backlog.take(key) for key in launch.deferred}
         taken |= {key: Waiting(prompt) for key, prompt in fresh.items()}
         for key in launch.repeats:
-            prompt = books.prompts[key] if key in books.prompts else self.backlog.prompt(key)
-            taken[self._repeat(key)] = Waiting(prompt)
+            original = taken[key].prompt if key in taken else books.prompts.get(key)
+            taken[self._repeat(key)] = Waiting(original or self.backlog.prompt(key))
         self.flow.drop(launch.restart)
         await self.forecasts.predict({key: waiting.prompt for key, waiting in taken.items()})
         books.state.round_class = books.state.round_class or launch.round_class
@@ -236,6 +236,7 @@ class RoundRunner:
         needed = self.config.rollout.samples_per_prompt
         leases = self.flow.leases(key)
         size = max(len(leases), math.ceil(needed * launch.sample_ratio - 1e-9) if not leases else needed)
+        indices = sorted([*leases, *(index for index in range(size) if index not in leases)][:size])
         done = [index for index, lease in leases.items() if lease.stage in ("scoring", "scored", "failed")]
         scored = [index for index in done if leases[index].stage == "scored"]
         failed = [index for index in done if leases[index].stage == "failed"]
@@ -250,9 +251,12 @@ class RoundRunner:
         books.prompts[key] = waiting.prompt
         books.order[key] = scored
         books.seen.update((key, index) for index in (*scored, *failed))
-        missing = tuple(index for index in range(size) if index not in done)
+        missing = tuple(i for i in indices if i not in leases or leases[i].stage == "partial")
         if not missing:
             return []
+        for index in missing:
+            if index in leases:
+                leases[index].waits = False
         sampling = self.data.training_sampling(self.config)
         assignment = self._assignment(key, waiting.prompt, missing, size, sampling, launch.round_class)
         return [(self._work(key, missing), assignment)]
@@ -325,9 +329,13 @@ class RoundRunner:
             # A round left it in scoring: its lease knows, and the predictor must not miss the long ones.
             size = self.config.rollout.samples_per_prompt
             self.forecasts.observe(self.backlog.prompt(event.key), [event.header], size)
-        if group is None or group.verdict is not None or (event.key, event.index) in books.seen:
+        lease = self.flow.current(event)
+        if lease is None or group is None or group.verdict is not None or (event.key, event.index) in books.seen:
             return
         if event.interrupted:
+            if self.stop.is_set():
+                return
+            lease.waits = False
             work = self._work(event.key, [event.index], "long" if self.config.schedule.pools.long.workers else None)
             sampling, prompt = self.data.training_sampling(self.config), books.prompts[event.key]
             again = self._assignment(event.key, prompt, (event.index,), group.size, sampling, "long")
@@ -375,9 +383,11 @@ class RoundRunner:
             return
         actions = {}
         for key in running:
-            leases = self.flow.leases(key).values()
-            state.groups[key].written = sum(lease.stage in ("scoring", "scored", "failed") for lease in leases)
+            written = [i for i, lease in self.flow.leases(key).items() if lease.stage in ("scoring", "scored")]
+            state.groups[key].written = len(written)
             actions[key] = self.policy.on_stop(state, key)
+            if actions[key] == "park":  # it has what it needs, once that is scored
+                self.flow.cut(key, written)
         self.dispatching.revoke(running)
         await unless_stopped(self.flow.interrupt([key for key in running if actions[key] != "park"]), self.stop)
         for key in running:

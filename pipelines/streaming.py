@@ -16,8 +16,8 @@ from pipelines.interruption import unless_stopped
 from pipelines.round_books import Progress, RoundBooks, RoundResult
 from pipelines.rounds import RoundRunner
 from pipelines.scheduling.admission import ReadyGroup, StreamAdmission, choose, last_chances
-from pipelines.scheduling.policy import RoundState
-from storage.records import TRAIN_SPLIT, GroupKey
+from pipelines.scheduling.policy import Launch, RoundState
+from storage.records import TRAIN_SPLIT, GroupKey, SampleHeader
 
 _WAKE = SampleDone(GroupKey("", 0, 0), -2, None)
 
@@ -31,7 +31,6 @@ class StreamRunner(RoundRunner):
         """Begin to take events, under the published weights ``version``; :meth:`open` lets training groups in."""
         assert isinstance(self.policy, StreamAdmission)
         self._admission = self.policy
-        self._admission.first_version = version
         self._max_staleness = self.config.asynchrony.max_staleness
         self._books = RoundBooks(
             RoundState(step=0, prompts_per_step=self.config.rollout.prompts_per_step, available=self.source.remaining)
@@ -46,6 +45,7 @@ class StreamRunner(RoundRunner):
         self._news = asyncio.Condition()
         self._failure: BaseException | None = None
         self._admitting = False
+        self._launching = False
         self._busy = asyncio.Lock()
         self.dispatching.on_room = lambda: self.flow.events.put_nowait(_WAKE)
         self.flow.on_version = lambda: self.flow.events.put_nowait(_WAKE)
@@ -63,7 +63,11 @@ class StreamRunner(RoundRunner):
     @property
     def exhausted(self) -> bool:
         """True when nothing is under way and there is no prompt left to launch."""
-        return super().exhausted and not self._books.state.groups
+        return self._nothing_left and not self._books.state.groups
+
+    @property
+    def _nothing_left(self) -> bool:
+        return super().exhausted and not self._launching
 
     async def train(self, step: int, version: int) -> RoundResult:
         """Return the groups of a step as soon as there are enough of them.
@@ -73,20 +77,13 @@ class StreamRunner(RoundRunner):
             UserError: Every single score since the last step failed.
         """
         books, started = self._books, time.time()
-        await self._age(version)
-        await unless_stopped(self._filled(), self.stop)
-        if self._failure is not None:
-            raise self._failure
-        chosen = choose(
-            self._ready.values(),
-            self.config.rollout.prompts_per_step,
-            consumption=self.config.asynchrony.consumption,
-            version=version,
-            max_staleness=self._max_staleness,
-        )
+        if self._admission.learning:  # the step before made no version
+            await self.advance(version)
+        chosen = await unless_stopped(self._chosen(version), self.stop)
         keys = tuple(sorted(group.key for group in chosen))
         headers = {key: books.headers[key] for key in keys}
-        self.progress.check(f"step {step + 1}")
+        if all(header.reward is None for group in headers.values() for header in group):
+            self.progress.check(f"step {step + 1}")  # few answers may have come back since the step before
         result = RoundResult(
             keys=keys,
             headers=headers,
@@ -107,14 +104,23 @@ class StreamRunner(RoundRunner):
         self.progress = Progress(launched=self.progress.launched - self.progress.done)
         for key in keys:
             self._settle(key)
-        self._admission.trained += len(keys)
+        self._admission.learning = True
         self.forecasts.forget(keys)
         return result
 
+    async def evaluate(self, step: int) -> dict[str, dict[GroupKey, list[SampleHeader]]]:
+        """As the round runner's; waits until every worker has the published weights, which a step does not."""
+        await unless_stopped(self._up_to_date(), self.stop)
+        if self._failure is not None:
+            raise self._failure
+        return await super().evaluate(step)
+
     async def advance(self, version: int) -> None:
-        """Take note that new weights are published: more may be launched."""
-        self._books.state.version = version
-        await self._age(version)
+        """Take note that a step is over, and new weights may be published: more may be launched."""
+        async with self._busy:
+            self._books.state.version = version
+            self._admission.learning = False
+            await self._age(version)
         self.flow.events.put_nowait(_WAKE)
 
     async def lower_bound(self, max_staleness: int) -> None:
@@ -138,9 +144,33 @@ class StreamRunner(RoundRunner):
         self._pump_task.cancel()
         await asyncio.gather(self._pump_task, return_exceptions=True)
 
-    async def _filled(self) -> None:
+    async def _chosen(self, version: int) -> list[ReadyGroup]:
+        """Wait for the groups of a step; whatever gets too old for it meanwhile begins anew."""
+        while True:
+            async with self._busy:
+                await self._age(version)
+            async with self._news:
+                await self._news.wait_for(
+                    lambda: self._failure is not None or self._enough() or bool(self._stale(version))
+                )
+            if self._failure is not None:
+                raise self._failure
+            if not self._stale(version) and self._enough():
+                return choose(
+                    self._ready.values(),
+                    self.config.rollout.prompts_per_step,
+                    consumption=self.config.asynchrony.consumption,
+                    version=version,
+                    max_staleness=self._max_staleness,
+                )
+
+    async def _up_to_date(self) -> None:
+        version, versions = self._books.state.version, self.flow.versions
+        workers = range(self.config.rollout.workers)
         async with self._news:
-            await self._news.wait_for(lambda: self._failure is not None or self._enough())
+            await self._news.wait_for(
+                lambda: self._failure is not None or all(versions.get(index, 0) >= version for index in workers)
+            )
 
     async def _pump(self) -> None:
         """Take events and launch, for ever; what breaks is raised by whoever waits for a step."""
@@ -154,7 +184,7 @@ class StreamRunner(RoundRunner):
                 async with self._busy:
                     if event.key.split == TRAIN_SPLIT:
                         await self._take(self._books, event)
-                    if self._admitting:
+                    if self._admitting and not self.stop.is_set():
                         await self._admit()
                 async with self._news:
                     self._news.notify_all()
@@ -173,9 +203,17 @@ class StreamRunner(RoundRunner):
             if key not in before:
                 self._counter += 1
                 self._launched[key] = self._counter
+            if key not in self._floors and key not in self._ready:
                 leases = self.flow.leases(key).values()
-                versions = [self.flow.versions.get(lease.worker, self._books.state.version) for lease in leases]
-                self._floors[key] = min(versions, default=self._books.state.version)
+                if leases:  # else it waits for a worker, and grows no older
+                    self._floors[key] = min(lease.begins for lease in leases)
+
+    async def _launch(self, books: RoundBooks, launch: Launch) -> None:
+        self._launching = True  # what is drawn from the source is in no book while its length is predicted
+        try:
+            await super()._launch(books, launch)
+        finally:
+            self._launching = False
 
     async def _judge(self, books: RoundBooks, key: GroupKey) -> None:
         await super()._judge(books, key)
@@ -184,7 +222,8 @@ class StreamRunner(RoundRunner):
             self._settle(key)
         elif group.verdict == "keep" and key not in self._ready:
             self._counter += 1
-            oldest = min((h.oldest_version for h in books.headers[key] if h.oldest_version >= 0), default=0)
+            written = [h.oldest_version for h in books.headers[key] if h.oldest_version >= 0]
+            oldest = min(written, default=books.state.version)  # answers without a token do not age
             self._ready[key] = ReadyGroup(key, self._counter, self._launched.get(key, self._counter), oldest)
             self._floors.pop(key, None)
 
@@ -198,23 +237,29 @@ class StreamRunner(RoundRunner):
 
     def _enough(self) -> bool:
         """Whether the step at the present version can be filled without anybody losing the last chance for it."""
-        state = self._books.state
+        books, state = self._books, self._books.state
         wanted = state.prompts_per_step
         waits = self.config.asynchrony.on_stale == "wait" and self._max_staleness > 0
         if waits and last_chances(self._floors, state.version, self._max_staleness):
             return False
-        if len(self._ready) >= wanted:
+        filtered = sum(count for reason, count in books.filtered.items() if reason != "stale")
+        if len(self._ready) >= wanted or self._admission.gives_up(filtered, len(self._ready), wanted):
             return True
-        return bool(self._ready) and super().exhausted and len(self._ready) == len(state.groups)
+        return self._nothing_left and len(self._ready) == len(state.groups)
 
-    async def _age(self, version: int, *, unfinished: bool = False) -> None:
-        """Give up what is too old for the step at ``version``, as configured; groups still written only on demand."""
+    def _stale(self, version: int, *, unfinished: bool = False) -> list[GroupKey]:
+        """What is too old for the step at ``version``, as configured; groups still written only on demand."""
         policy = self.config.asynchrony.on_stale
         if policy in ("accept", "decay"):
-            return
+            return []
         stale = [g.key for g in self._ready.values() if version - g.oldest_version > self._max_staleness]
         if policy == "cancel_early" or unfinished:
             stale += [key for key, floor in self._floors.items() if version - floor > self._max_staleness]
+        return stale
+
+    async def _age(self, version: int, *, unfinished: bool = False) -> None:
+        """Give up what is too old for the step at ``version``; held off from the pump by the caller."""
+        stale = self._stale(version, unfinished=unfinished)
         if not stale:
             return
         running = [key for key in stale if key in self._floors]
@@ -229,6 +274,7 @@ class StreamRunner(RoundRunner):
             self._settle(key)
             self._books.filtered["stale"] = self._books.filtered.get("stale", 0) + 1
             self.backlog.add(key, prompt, 1)
+        self.flow.events.put_nowait(_WAKE)  # their places are free
 
     async def _next_event(self) -> SampleDone:
         """Events of an evaluation; those of training are the pump's."""

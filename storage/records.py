@@ -340,10 +340,11 @@ class SampleHeader:
     error: str = ""
     reused: int = -1
     score_s: float = 0.0
+    call: int = 0
 
     @classmethod
-    def of(cls, sample: Sample, attempt: int) -> SampleHeader:
-        """Summarise ``sample``."""
+    def of(cls, sample: Sample, attempt: int, call: int = 0) -> SampleHeader:
+        """Summarise ``sample``; ``call`` is the number of the conductor's call that had it written."""
         versions = [s.version for s in sample.segments if s.source == "policy"]
         return cls(
             key=sample.key,
@@ -363,6 +364,7 @@ class SampleHeader:
             error=sample.error,
             reused=sample.reused,
             score_s=sample.score_s,
+            call=call,
         )
 
 

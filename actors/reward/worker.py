@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,6 +20,11 @@ CONCURRENCY_GROUPS = {"work": 1, "control": 2}
 
 _COLLECT_S = 0.05
 
+_Identity = tuple[GroupKey, int, int]
+"""Group, sibling and call: a sibling that was begun anew may meet what was written of it before."""
+
+log = logging.getLogger(__name__)
+
 
 class RewardWorker:
     """Feeds one scoring pool; wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
@@ -27,7 +33,6 @@ class RewardWorker:
         """Start the scoring processes."""
         self._name = name
         self._pool = ScoringPool(options)
-        self._attempts: dict[tuple[GroupKey, int], int] = {}
         self._busy_s = 0.0
         self._last_progress = time.time()
 
@@ -39,36 +44,42 @@ class RewardWorker:
     def run(self, queue: Any) -> Iterator[BundleHeader | Bundle]:
         """Take envelopes until a :class:`StopEnvelope`; yields a header and a scored bundle as results come in."""
         reader = QueueReader(queue)
-        waiting: dict[tuple[GroupKey, int], Sample] = {}
+        waiting: dict[_Identity, _Waiting] = {}
         prompts: dict[GroupKey, Prompt] = {}
         stopping = False
         while not (stopping and not waiting):
             envelope = None if stopping else reader.get(timeout_s=0.0 if waiting else None)
-            done: list[Sample] = []
+            done: list[_Waiting] = []
             if isinstance(envelope, StopEnvelope):
                 stopping = True
             elif isinstance(envelope, RewardEnvelope):
-                bundle: Bundle = ray.get(envelope.refs[0])
+                try:
+                    bundle: Bundle = ray.get(envelope.refs[0])
+                except ray.exceptions.ObjectLostError as error:
+                    log.warning("answers were lost before they were scored: %s", error)
+                    yield replace(envelope.header, worker=self._name, busy_s=self._busy_s)  # pending, as they came
+                    yield Bundle(samples=(), prompts={})
+                    continue
                 prompts.update(bundle.prompts)
                 arrived = {(sample.key, sample.index): sample for sample in bundle.samples}
                 for header in envelope.header.items:  # a part of the bundle, when it is put for the second time
-                    identity = (header.key, header.index)
+                    identity = (header.key, header.index, header.call)
                     if identity in waiting:
                         continue  # put again after another worker died, while this one has it in hand
-                    sample = arrived[identity]
-                    self._attempts[identity] = header.attempt
+                    sample = arrived[header.key, header.index]
                     if sample.finish_reason in ("stop", "length"):
-                        waiting[identity] = sample
-                        self._pool.submit(self._item(sample, bundle.prompts[sample.key], envelope.deadlines))
+                        waiting[identity] = _Waiting(header, sample)
+                        deadline = envelope.deadlines.get(header.key)
+                        self._pool.submit(self._item(identity, sample, bundle.prompts[header.key], deadline))
                     else:  # an answer that never ended has nothing to score
                         reason = sample.error or f"the engine returned {sample.finish_reason!r}"
-                        done.append(replace(sample, reward_status="error", error=reason))
+                        done.append(_Waiting(header, replace(sample, reward_status="error", error=reason)))
             if waiting:
-                done += [self._scored(waiting, result) for result in self._pool.collect(_COLLECT_S)]
+                done += [self._scored(waiting.pop(result.ident), result) for result in self._pool.collect(_COLLECT_S)]
             if done:
                 self._last_progress = time.time()
                 yield from self._emit(done, prompts)
-                for key in {sample.key for sample in done} - {key for key, _ in waiting}:
+                for key in {one.header.key for one in done} - {key for key, *_ in waiting}:
                     prompts.pop(key, None)
         reader.close()
 
@@ -82,33 +93,41 @@ class RewardWorker:
         """End the scoring processes."""
         self._pool.close()
 
-    def _item(self, sample: Sample, prompt: Prompt, deadlines: Mapping[GroupKey, float]) -> ScoreItem:
+    def _item(self, identity: _Identity, sample: Sample, prompt: Prompt, deadline: float | None) -> ScoreItem:
         return ScoreItem(
-            ident=(sample.key, sample.index),
+            ident=identity,
             prompt=prompt.text,
             completion=sample.text,
             columns=dict(prompt.columns),
-            timeout_s=deadlines.get(sample.key),
+            timeout_s=deadline,
         )
 
-    def _scored(self, waiting: dict[tuple[GroupKey, int], Sample], result: ScoreResult) -> Sample:
-        sample = waiting.pop(result.ident)
+    def _scored(self, one: _Waiting, result: ScoreResult) -> _Waiting:
         self._busy_s += result.seconds
-        return replace(
-            sample,
+        scored = replace(
+            one.sample,
             reward=result.reward,
             reward_parts=result.parts,
             reward_status=result.status,
             error=result.error,
-            timings=replace(sample.timings, rewarded=time.time()),
+            timings=replace(one.sample.timings, rewarded=time.time()),
             score_s=result.seconds,
         )
+        return _Waiting(one.header, scored)
 
-    def _emit(self, samples: list[Sample], prompts: dict[GroupKey, Prompt]) -> Iterator[BundleHeader | Bundle]:
+    def _emit(self, done: list[_Waiting], prompts: dict[GroupKey, Prompt]) -> Iterator[BundleHeader | Bundle]:
         yield BundleHeader(
-            items=tuple(SampleHeader.of(s, self._attempts.pop((s.key, s.index))) for s in samples),
+            items=tuple(SampleHeader.of(one.sample, one.header.attempt, one.header.call) for one in done),
             worker=self._name,
             busy_s=self._busy_s,
             version=-1,
         )
-        yield bundles_of(samples, prompts)
+        yield bundles_of([one.sample for one in done], prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A sample, and how the conductor announced it."""
+
+    header: SampleHeader
+    sample: Sample

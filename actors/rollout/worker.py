@@ -162,9 +162,10 @@ class RolloutWorker:
         with self._calls_lock:
             for number, samples in calls.items():
                 self._revoked.setdefault(number, set()).update(samples)
-                if number in self._calls:
+                call = self._calls.get(number)
+                if call is not None and call.begun:
                     revoked = self._revoked.pop(number)
-                    running += [request for request, owner in self._calls[number].owners.items() if owner in revoked]
+                    running += [request for request, owner in call.owners.items() if owner in revoked]
             while len(self._revoked) > _MOST_REVOKED:  # of calls that had ended already
                 self._revoked.pop(next(iter(self._revoked)))
         if running:
@@ -272,8 +273,9 @@ class RolloutWorker:
             written.put(Completion(request_id=request.request_id, segments=request.prefix, finish_reason="abort"))
         if len(stopped) < len(requests):
             self._loop.submit([r for r in requests if owners[r.request_id] not in revoked], written.put)
-        with self._calls_lock:  # stopped between the two looks
+        with self._calls_lock:  # stopped between the two looks, when the engine did not know the requests yet
             late = self._revoked.pop(call.number, set())
+            self._calls[call.number].begun = True
         if late:
             self._loop.abort([request for request, owner in owners.items() if owner in late])
         return written
@@ -339,10 +341,17 @@ class RolloutWorker:
 
 @dataclass(slots=True)
 class _Running:
-    """A call under way: whose sample each request writes, and how many rows it wants decoded at once."""
+    """A call under way.
+
+    Attributes:
+        owners: Whose sample each request writes.
+        row_limit: Rows that it wants decoded at once.
+        begun: The engine has its requests.
+    """
 
     owners: dict[int, tuple[GroupKey, int]]
     row_limit: int
+    begun: bool = False
 
 
 class _Written:

@@ -3,6 +3,7 @@
 AReaL (arXiv 2505.24298, equation 3) admits a trajectory while floor((N - 1) / B) <= i + eta: N groups counted from the
 start of the run, B groups a step, i the version of the weights, eta the allowed staleness. Whatever is admitted could
 then be trained in order within the bound. Groups that left untrained do not count, their places are given out again.
+Here i counts steps: one without a gradient, or between two publications, makes no version, but its places are free.
 """
 
 from __future__ import annotations
@@ -20,24 +21,36 @@ Consumption = Literal["ready", "fifo", "freshest"]
 class StreamAdmission:
     """A policy without rounds: launches whenever the inequality and the slots allow it."""
 
-    def __init__(self, *, max_staleness: int, samples_per_prompt: int, dynamic_sampling: bool = False) -> None:
-        """Set the bound, the rows of a group, and whether groups with equal rewards are replaced."""
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        samples_per_prompt: int,
+        dynamic_sampling: bool = False,
+        max_refills: int = 0,
+        lag: int = 0,
+    ) -> None:
+        """Set the bound, the rows of a group, and whether groups with equal rewards are replaced.
+
+        ``max_refills`` is how many batches may be replaced for one step before it goes on with fewer groups.
+        ``lag`` is by how many versions answers begin under older weights than the newest; the bound is less by so many.
+        """
         self.max_staleness = max_staleness
         """Versions that a trained token may be old."""
+        self._lag = lag
         self._rows = samples_per_prompt
         self._dynamic_sampling = dynamic_sampling
-        self.trained = 0
-        """Groups trained since the start of the run."""
-        self.first_version = 0
-        """Version at which ``trained`` began to count."""
+        self._max_refills = max_refills
+        self.learning = False
+        """Whether the learner has a batch, whose places are not free yet."""
         self.free_rows = 0
         """Rows that engines could take now."""
 
     def quota(self, state: RoundState) -> int:
         """Groups that may still be admitted under the inequality."""
-        steps = state.version - self.first_version + self.max_staleness + 1
+        steps = self.max_staleness - self._lag + 1 - self.learning
         under_way = sum(group.verdict != "filter" for group in state.groups.values())
-        return max(0, steps * state.prompts_per_step - self.trained - under_way)
+        return max(0, steps * state.prompts_per_step - under_way)
 
     def plan(self, state: RoundState) -> Launch:
         """Launch groups that wait (cut short before) and then fresh prompts, as many as may and can run."""
@@ -51,6 +64,10 @@ class StreamAdmission:
     def on_finish(self, state: RoundState, key: GroupKey, rewards: Sequence[float | None]) -> Verdict:
         """Filter zero-variance groups under dynamic sampling."""
         return "filter" if self._dynamic_sampling and zero_variance(rewards) else "keep"
+
+    def gives_up(self, filtered: int, ready: int, wanted: int) -> bool:
+        """Whether a step goes on with the ``ready`` groups, since ``filtered`` others taught nothing."""
+        return self._dynamic_sampling and filtered + ready >= (1 + self._max_refills) * wanted
 
     def should_stop(self, state: RoundState) -> bool:
         """A stream does not stop."""

@@ -1,6 +1,7 @@
 """The reward worker without Ray: envelopes in, scored bundles out."""
 
 import queue as queues
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,13 +50,15 @@ def scored(monkeypatch):
     monkeypatch.setattr(ray, "get", lambda ref: ref)
     workers = []
 
-    def run(*envelopes, functions, **settings):
+    def pairs(*envelopes, functions, **settings):
         worker = RewardWorker("reward-0", options(*functions, **settings))
         workers.append(worker)
         stream = worker.run(LocalQueue(*envelopes, StopEnvelope()))
+        return [(header, next(stream)) for header in stream]
+
+    def run(*envelopes, **settings):
         headers, samples = {}, {}
-        for header in stream:
-            bundle = next(stream)
+        for header, bundle in pairs(*envelopes, **settings):
             assert len(header.items) == len(bundle.samples)
             for item, scored_sample in zip(header.items, bundle.samples, strict=True):
                 assert (item.key, item.index) not in headers
@@ -65,6 +68,7 @@ def scored(monkeypatch):
                 samples[item.key, item.index] = scored_sample
         return headers, samples
 
+    run.stream = pairs
     yield run
     for worker in workers:
         worker.close()
@@ -100,3 +104,25 @@ def test_part_of_a_bundle_that_is_put_twice_is_scored_once_while_it_is_in_hand(s
     first = envelope(sample(KEYS[0]), sample(KEYS[1]))
     headers, _ = scored(first, first, functions=[{"function": "sleeps", "arguments": {"seconds": 0.3}}], processes=2)
     assert len(headers) == 2
+
+
+def test_sample_that_was_begun_anew_is_scored_beside_what_was_written_of_it_before(scored):
+    old, new = envelope(sample(KEYS[0], text="old")), envelope(sample(KEYS[0], text="newer"))
+    old, new = (
+        replace(e, header=replace(e.header, items=tuple(replace(i, call=call) for i in e.header.items)))
+        for call, e in ((3, old), (8, new))
+    )
+    found = []
+    for header, _ in scored.stream(old, new, functions=["length"]):
+        found += [(item.call, item.reward) for item in header.items]
+    assert sorted(found) == [(3, 3.0), (8, 5.0)]
+
+
+def test_answers_that_were_lost_with_a_node_come_back_pending(scored, monkeypatch):
+    def lost(ref):
+        raise ray.exceptions.ObjectLostError("00" * 28, None, "")
+
+    monkeypatch.setattr(ray, "get", lost)
+    (pair,) = scored.stream(envelope(sample(KEYS[0]), sample(KEYS[1])), functions=["length"])
+    assert [item.reward_status for item in pair[0].items] == ["pending", "pending"]
+    assert pair[1].samples == ()
