@@ -15,6 +15,7 @@ import ray
 from ray.util.queue import Queue
 
 from actors.drafts import worker as drafts_worker
+from actors.learner import train_group
 from actors.learner import worker as learner_worker
 from actors.reward import worker as reward_worker
 from actors.rollout import worker as rollout_worker
@@ -171,11 +172,18 @@ class Roles:
     def _learner(self, resume_directory: str | None) -> Role:
         options = self.config.learner
         sampling = self.config.rollout
+        place = learner_need(self.config).options()
+        module: Any = learner_worker
+        role: type = learner_worker.LearnerWorker
+        if options.workers > 1:
+            # the front computes nothing: what is reserved is for the learners that it starts, on nodes of its kind
+            module, role = train_group, train_group.LearnerGroup
+            place |= {"num_cpus": 0, "num_gpus": 0}
         actor = self._spawn(
-            learner_worker,
-            learner_worker.LearnerWorker,
+            module,
+            role,
             "learner",
-            learner_need(self.config).options(),
+            place,
             self.data.model_path,
             options,
             self.config.algorithm,

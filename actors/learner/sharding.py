@@ -58,15 +58,15 @@ def gathered(state: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
         keep: True where the result is wanted: whole tensors that were pieces lie in CPU memory then. Elsewhere the
             result is empty, and no more than one tensor exists at a time.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[int, Tensor | None] = {}
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if id(tensor) not in found:
+        if id(tensor) not in found:  # on every rank, or their exchanges would no longer match
             complete = whole(tensor.detach())
-            if keep:
-                found[id(tensor)] = complete.cpu() if isinstance(tensor, DTensor) else complete
-        if keep:
-            result[name] = found[id(tensor)]
+            found[id(tensor)] = (complete.cpu() if isinstance(tensor, DTensor) else complete) if keep else None
+        kept = found[id(tensor)]
+        if kept is not None:
+            result[name] = kept
     return result
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.bundles import LearnerHeader, RateEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
+from actors.bundles import RateEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
 from actors.channels import QueueReader, fetch_groups
 from actors.learner.asynchrony_options import AsynchronyOptions
 from actors.learner.options import AlgorithmOptions, LearnerOptions
