@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from pipelines.cluster_commands import cluster_app
+from pipelines.dashboard_command import dashboard
 from pipelines.history_commands import history_app
 from pipelines.simulate_command import simulate
 from storage.errors import UserError
@@ -33,6 +34,7 @@ Start with [bold]slipstream train[/bold]: it trains a built-in model on a built-
 app.add_typer(history_app, name="history")
 app.add_typer(cluster_app, name="cluster")
 app.command()(simulate)
+app.command()(dashboard)
 
 _RUN_HELP = "Run directory, or its name in runs/; default: the run that changed last."
 Settings = Annotated[
@@ -83,6 +85,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print what would run; starts nothing.")
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave the run to the Ray cluster and return; see slipstream attach.")
+    ] = False,
 ) -> None:
     """Train a model.
 
@@ -117,7 +122,7 @@ def train(
 
     for warning in resolved.config.warnings():
         typer.echo(f"warning: {warning}", err=True)
-    raise typer.Exit(launch.train(resolved.config, name=resolved.name, resume=directory))
+    raise typer.Exit(launch.train(resolved.config, name=resolved.name, resume=directory, detach=detach))
 
 
 @app.command("eval")
@@ -166,6 +171,29 @@ def status(
     show_module.status(directory)
     if plot:
         show_module.plot(directory)
+
+
+@app.command()
+def attach(
+    run: Annotated[str, typer.Argument(help="Name or directory of a run; default: the only one that goes on.")] = "",
+    address: Annotated[str, typer.Option("--address", help="Ray cluster, host:port; default: RAY_ADDRESS.")] = "",
+    stop: Annotated[bool, typer.Option("--stop", help="Ask the run to save and end.")] = False,
+) -> None:
+    """Watch a run that goes on in a Ray cluster; Ctrl-C leaves it alone.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream attach[/cyan]
+    The only run of the cluster, as `train` shows it.
+
+    [cyan]slipstream attach baseline-20250101-120000 --stop[/cyan]
+    Have it save its last step and end.
+
+    From Python: [cyan]import pipelines; run = pipelines.attach()[/cyan]
+    """
+    from pipelines import run_handle
+
+    raise typer.Exit(run_handle.watch(run, address, stop=stop))
 
 
 @app.command()
