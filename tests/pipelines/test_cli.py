@@ -190,7 +190,7 @@ def test_train_hands_on_config_and_name_and_returns_the_status(work: Path, repla
     [(_, (config,), named)] = launch.calls
     assert isinstance(config, Config)
     assert (config.rollout.max_tokens, config.run.steps) == (50, 3)
-    assert named == {"name": "run", "resume": None}
+    assert named == {"name": "run", "resume": None, "detach": False}
 
 
 def test_train_says_what_is_doubtful_and_goes_on(work: Path, replace: Any, capsys: pytest.CaptureFixture[str]) -> None:
