@@ -127,7 +127,7 @@ class Dispatching:
         return [load for load in everyone if self._fresh(load.index)] or everyone
 
     def _fresh(self, index: int) -> bool:
-        return self._oldest is None or self._flow.opening_versions.get(index, 0) >= self._oldest
+        return self._oldest is None or self._flow.fleet.opening_versions.get(index, 0) >= self._oldest
 
     def _enqueue(self, placement: Placement, assignment: Assignment, long_round: bool) -> None:
         worker = self._workers[placement.worker]

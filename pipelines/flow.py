@@ -12,16 +12,17 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import ray
 
 from actors.bundles import BundleHeader, Call, GroupEnvelope, Resumption, RewardEnvelope
 from actors.channels import GET_DEADLINE_S
-from actors.rollout.engine import Swap
 from pipelines.drafting import DraftRequests
-from pipelines.faults import brief, user_error
+from pipelines.faults import brief
+from pipelines.fleet import Fleet
+from pipelines.leases import Lease, SampleDone, SampleId, Stage
 from pipelines.roles import Role, Roles
 from pipelines.utilisation import EngineLoad
 from storage.records import Assignment, GroupKey, SampleHeader
@@ -29,65 +30,7 @@ from storage.records import Assignment, GroupKey, SampleHeader
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-MAX_FRUITLESS_RESTARTS = 4
-_WEIGHTS_DEADLINE_S = 300.0
 _INTERRUPT_DEADLINE_S = 60.0
-
-SampleId = tuple[GroupKey, int]
-Stage = Literal["generating", "partial", "scoring", "scored", "failed"]
-
-
-@dataclass(slots=True)
-class Lease:
-    """One sample under way.
-
-    Attributes:
-        assignment: What it was last given out with.
-        worker: Rollout worker that it was last given to.
-        attempt: Deaths of workers that it survived.
-        stage: ``partial`` is interrupted: its tokens lie at ``ref``; none are there when ``ref`` is None.
-        call: Number of the call that writes it.
-        ref, position: Where its newest payload lies.
-        header: Describes that payload.
-        base: Tokens that it had when it was given out.
-        stays: Interruptions by a limit of its stay.
-        stopping: It was asked to stop.
-        waits: It used up its stay, and nobody has sent it on yet.
-        begins: Version that its worker's new rows began under when it was given out: none of its new tokens is older.
-    """
-
-    assignment: Assignment
-    worker: int
-    attempt: int
-    stage: Stage = "generating"
-    call: int = 0
-    ref: Any = None
-    position: int = 0
-    header: SampleHeader | None = None
-    base: int = 0
-    stays: int = 0
-    stopping: bool = False
-    waits: bool = False
-    begins: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that are known to be written."""
-        return self.header.tokens if self.header is not None else 0
-
-
-@dataclass(frozen=True, slots=True)
-class SampleDone:
-    """A sample left the flow, scored; or it is given up after too many crashes, and ``header`` is None.
-
-    With ``interrupted`` it used up its stay and waits to go on.
-    """
-
-    key: GroupKey
-    index: int
-    header: SampleHeader | None
-    error: str = ""
-    interrupted: bool = False
 
 
 class SampleFlow:
@@ -99,12 +42,9 @@ class SampleFlow:
         draft_metrics: What each worker's draft source counts, by name.
         generated: Tokens handed over since the start; dropped: those of them that will never be trained. At any time,
             generated = trained + dropped + held by leases.
-        crashes: Workers that died.
+        fleet: The workers.
         failure: What broke the flow.
         on_written: Called with (worker, key) whenever a sample has left its rollout worker, or died with it.
-        versions: Version that each rollout worker has acknowledged, by number.
-        opening_versions: Version of the weights that its new rows begin under; the one before where a snapshot lags.
-        on_version: Called whenever one has acknowledged.
         deadline: Seconds that the score of an answer of a group may take; None: as configured.
         on_scored: Called with the header of each answer that was scored for the first time.
     """
@@ -113,12 +53,12 @@ class SampleFlow:
         """Use the actors of ``roles``; call :meth:`start` inside the event loop."""
         self._roles = roles
         self._drafts = drafts
+        self.fleet = Fleet(roles, self._spawn)
         self._leases: dict[SampleId, Lease] = {}
         self._indices: dict[GroupKey, set[int]] = {}
         self._in_hand: dict[int, dict[SampleId, int]] = {}
         self._rows: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._locks: dict[str, asyncio.Lock] = {}
         self._stopped = asyncio.Condition()
         self._calls = 0
         self._closed = False
@@ -127,17 +67,10 @@ class SampleFlow:
         self.draft_metrics: dict[str, Mapping[str, float]] = {}
         self.generated = 0
         self.dropped = 0
-        self.crashes = 0
-        self._fruitless: dict[str, int] = {}
         self.failure: BaseException | None = None
         self.on_written: Callable[[int, GroupKey], None] = lambda _worker, _key: None
-        self.versions: dict[int, int] = {}
-        self.opening_versions: dict[int, int] = {}
-        self.on_version: Callable[[], None] = lambda: None
         self.deadline: Callable[[GroupKey], float | None] = lambda _key: None
         self.on_scored: Callable[[SampleHeader], None] = lambda _header: None
-        self.last_pause_s = 0.0
-        self._updating: set[int] = set()
 
     def start(self) -> None:
         """Begin to read scored samples."""
@@ -164,7 +97,7 @@ class SampleFlow:
                     worker,
                     assignment.attempt,
                     call=self._calls,
-                    begins=self.opening_versions.get(worker, 0),
+                    begins=self.fleet.opening_versions.get(worker, 0),
                 )
                 known = self._leases.get((assignment.key, index))
                 if known is not None:
@@ -276,40 +209,10 @@ class SampleFlow:
             for identity in late:
                 self._leases[identity].stage = "partial"
 
-    async def publish(self, swap: Swap | None = None) -> list[dict[str, float]]:
-        """Give all rollout workers the published weights and wait for their acknowledgements.
-
-        A worker that fails or misses the deadline is replaced; its successor starts from the same snapshot.
-        """
-        return list(await asyncio.gather(*(self._bring_up(i, swap or Swap()) for i in range(len(self._roles.rollout)))))
-
-    def announce(self, swap: Swap) -> None:
-        """Give all rollout workers the published weights without waiting; a slow one skips to the newest."""
-        for index in range(len(self._roles.rollout)):
-            if index not in self._updating:
-                self._updating.add(index)
-                self._spawn(self._catch_up(index, swap))
-
     async def abort(self) -> None:
         """Ask all rollout workers to stop what they write."""
         calls = [role.actor.abort.remote() for role in self._roles.rollout]
         await asyncio.gather(*calls, return_exceptions=True)
-
-    async def _catch_up(self, index: int, swap: Swap) -> None:
-        try:
-            while self._roles.published and self.versions.get(index, -1) < self._roles.published.manifest.version:
-                acknowledged = await self._bring_up(index, swap)
-                self.last_pause_s = acknowledged.get("pause_s", 0.0)
-        finally:
-            self._updating.discard(index)
-
-    async def _bring_up(self, index: int, swap: Swap) -> dict[str, float]:
-        role = self._roles.rollout[index]
-        try:
-            return await self._set_weights(index, role, swap)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            await self._replace_rollout(index, role, error)
-            return {}
 
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
@@ -323,22 +226,21 @@ class SampleFlow:
             self.events.put_nowait(SampleDone(GroupKey("", 0, 0), -1, None, "the flow failed"))
 
     async def _generate(self, worker: int, call: Call) -> None:
-        async with self._changing(f"rollout-{worker}"):  # a successor that lacks the weights must not write yet
-            role = self._roles.rollout[worker]
+        role = await self.fleet.rollout(worker)
         try:
             stream = role.actor.generate.options(num_returns="streaming", name=f"generate[{role.name}]").remote(call)
             async for header, ref in pairs(stream):
                 self.loads[header.worker] = EngineLoad(header.busy_s, header.passes, header.row_passes)
                 if header.drafts:
                     self.draft_metrics[header.worker] = header.drafts
-                self._fruitless.pop(f"rollout-{worker}", None)
+                self.fleet.delivered(f"rollout-{worker}")
                 await self._written(worker, call.number, header, ref)
             if missing := len(self._in_hand[call.number]):
                 raise RuntimeError(f"{role.name} has ended a call without {missing} of its samples")
         except ray.exceptions.RayError as error:
             if self._closed:
                 return
-            await self._replace_rollout(worker, role, error)
+            await self.fleet.replace_rollout(worker, role, error)
             await self._issue_again(worker, call, error)
         finally:
             for key, _ in self._in_hand.pop(call.number):
@@ -390,15 +292,14 @@ class SampleFlow:
             try:
                 stream = run_stream(role, self._roles.reward_queue)
                 async for header, ref in pairs(stream):
-                    self._fruitless.pop(f"reward-{index}", None)
+                    self.fleet.delivered(f"reward-{index}")
                     for position, item in enumerate(header.items):
                         self._scored(item, ref, position)
                 return
             except ray.exceptions.RayError as error:
                 if self._closed:
                     return
-                self._count_crash(f"reward-{index}", role, error)
-                self._roles.replace_reward(index)
+                self.fleet.replace_reward(index, error)
                 self._spawn(self._score_again())  # not here: a full queue needs the successor's loop
 
     def _scored(self, item: SampleHeader, ref: Any, position: int) -> None:
@@ -474,50 +375,6 @@ class SampleFlow:
     def _stage(self, key: GroupKey, index: int) -> str:
         lease = self._leases.get((key, index))
         return lease.stage if lease else "forgotten"
-
-    async def _replace_rollout(self, index: int, dead: Role, error: BaseException) -> None:
-        async with self._changing(f"rollout-{index}"):
-            if self._roles.rollout[index] is not dead:
-                return  # somebody else noticed first
-            while True:
-                self._count_crash(f"rollout-{index}", dead, error)
-                ray.kill(dead.actor)
-                dead = self._roles.replace_rollout(index)
-                if self._roles.published is None:
-                    return
-                try:
-                    await self._set_weights(index, dead, Swap())
-                    return
-                except (ray.exceptions.RayError, TimeoutError) as again:
-                    error = again  # the successor died as well: the count decides when to give up
-
-    def _changing(self, what: str) -> asyncio.Lock:
-        return self._locks.setdefault(what, asyncio.Lock())
-
-    def _count_crash(self, slot: str, role: Role, error: BaseException) -> None:
-        """Take note of a death; raises what the user must mend, or when successors die in turn without any result."""
-        fault = user_error(error)
-        if fault is not None:
-            raise fault  # a successor would fail in the same way
-        self.crashes += 1
-        self._fruitless[slot] = self._fruitless.get(slot, 0) + 1
-        if self._fruitless[slot] > MAX_FRUITLESS_RESTARTS:
-            count = self._fruitless[slot]
-            raise RuntimeError(
-                f"{role.name} died {count} times in a row without a result; the last time: {brief(error)}"
-            ) from error
-        log.warning("%s died (%s); starting another one", role.name, brief(error))
-
-    async def _set_weights(self, index: int, role: Role, swap: Swap) -> dict[str, float]:
-        async with self._changing(f"weights of rollout-{index}"):  # two at once might arrive the wrong way round
-            published = self._roles.published
-            assert published is not None
-            call = role.actor.set_weights.remote(published.manifest, [published.ref], swap)
-            acknowledged: dict[str, float] = await asyncio.wait_for(call, _WEIGHTS_DEADLINE_S)
-        self.versions[index] = published.manifest.version
-        self.opening_versions[index] = int(acknowledged["opening_version"])
-        self.on_version()
-        return acknowledged
 
 
 def run_stream(role: Role, queue: Any) -> Any:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipelines.flow import SampleDone
+from pipelines.leases import SampleDone
 from pipelines.scheduling.policy import RoundState
 from storage.errors import UserError
 from storage.records import GroupKey, Prompt, RoundClass, SampleHeader

@@ -13,8 +13,9 @@ from typing import Any
 from pipelines.backlog import Backlog, Waiting
 from pipelines.config import Config
 from pipelines.dispatching import Dispatching
-from pipelines.flow import SampleDone, SampleFlow
+from pipelines.flow import SampleFlow
 from pipelines.interruption import unless_stopped
+from pipelines.leases import SampleDone
 from pipelines.length_forecasts import LengthForecasts
 from pipelines.round_books import Progress, RoundBooks, RoundResult
 from pipelines.run_data import SAMPLED_SUFFIX, RunData

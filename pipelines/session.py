@@ -177,7 +177,7 @@ class Session:
             self._learner_events = pairs(run_stream(self._roles.learner, self._roles.learner_queue))
             header, ref = await self._started("learner", anext(self._learner_events))
             self._roles.published = Published(header.manifest, ref)
-            await self._started("rollout workers", self._flow.publish())
+            await self._started("rollout workers", self._flow.fleet.publish())
         if isinstance(self._runner, StreamRunner):
             self._runner.start(self._published_version)
         await self._started("all roles", self._roles.answer())
@@ -369,12 +369,12 @@ class Session:
     async def _publish(self) -> float:
         """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
         if isinstance(self._runner, StreamRunner):
-            self._flow.announce(weight_swap(self._config))
+            self._flow.fleet.announce(weight_swap(self._config))
             await self._runner.advance(self._published_version)
-            return self._flow.last_pause_s
+            return self._flow.fleet.last_pause_s
         # A step leaves nothing to be handed over; only a snapshot that lags has rows to write after this.
         swap = weight_swap(self._config) if self._config.asynchrony.partial == "split" else None
-        acknowledged = await self._wait("publish", "rollout workers", self._flow.publish(swap), 0.0, safe=False)
+        acknowledged = await self._wait("publish", "rollout workers", self._flow.fleet.publish(swap), 0.0, safe=False)
         return max((a.get("pause_s", 0.0) for a in acknowledged), default=0.0)
 
     async def _learn(self, result: RoundResult) -> tuple[LearnerHeader, Any]:
@@ -412,7 +412,7 @@ class Session:
         metrics |= {**further, **self._rounds.forecasts.metrics(), **self._rounds.score_deadlines.metrics()}
         for text in header.alarms:
             self.board.alarm(f"step {self.step}: {text}")
-        metrics |= {"progress/epoch": epoch, "faults/crashes": float(self._flow.crashes)}
+        metrics |= {"progress/epoch": epoch, "faults/crashes": float(self._flow.fleet.crashes)}
         self._monitors.log(self.step, metrics)
         self.board.finish_step(self.step, metrics, epoch=epoch)
         trained = sum(h.tokens for headers in result.headers.values() for h in headers)

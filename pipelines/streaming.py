@@ -11,8 +11,8 @@ import asyncio
 import time
 from typing import Any
 
-from pipelines.flow import SampleDone
 from pipelines.interruption import unless_stopped
+from pipelines.leases import SampleDone
 from pipelines.round_books import Progress, RoundBooks, RoundResult
 from pipelines.rounds import RoundRunner
 from pipelines.scheduling.admission import ReadyGroup, StreamAdmission, choose, last_chances
@@ -48,7 +48,7 @@ class StreamRunner(RoundRunner):
         self._launching = False
         self._busy = asyncio.Lock()
         self.dispatching.on_room = lambda: self.flow.events.put_nowait(_WAKE)
-        self.flow.on_version = lambda: self.flow.events.put_nowait(_WAKE)
+        self.flow.fleet.on_version = lambda: self.flow.events.put_nowait(_WAKE)
         self._pump_task = asyncio.get_running_loop().create_task(self._pump())
 
     def open(self) -> None:
@@ -165,7 +165,7 @@ class StreamRunner(RoundRunner):
                 )
 
     async def _up_to_date(self) -> None:
-        version, versions = self._books.state.version, self.flow.versions
+        version, versions = self._books.state.version, self.flow.fleet.versions
         workers = range(self.config.rollout.workers)
         async with self._news:
             await self._news.wait_for(

@@ -456,7 +456,7 @@ class Run:
     async def __aenter__(self):
         self.roles.published = self._published()
         self.flow.start()
-        await self.flow.publish(self._swap())
+        await self.flow.fleet.publish(self._swap())
         if self.stream:
             self.runner.start(self.version)
             self.runner.open()
@@ -501,11 +501,11 @@ class Run:
             self.version += 1
             self.roles.published = self._published()
             if self.stream:
-                self.flow.announce(self._swap())
+                self.flow.fleet.announce(self._swap())
                 await self.runner.advance(self.version)
             else:
                 async with asyncio.timeout(LIMIT_S):
-                    await self.flow.publish(self._swap())
+                    await self.flow.fleet.publish(self._swap())
         self.ledger.train(result.keys, self.step, trained_at)
         self.step += 1
         self.trained_tokens += sum(h.tokens for headers in result.headers.values() for h in headers)

@@ -1,0 +1,140 @@
+"""Keeps the workers alive and on the published weights: replaces the dead, and brings their successors up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+
+from actors.rollout.engine import Swap
+from pipelines.faults import brief, user_error
+from pipelines.roles import Role, Roles
+
+log = logging.getLogger(__name__)
+
+MAX_FRUITLESS_RESTARTS = 4
+_WEIGHTS_DEADLINE_S = 300.0
+_DRAIN_DEADLINE_S = 3600.0
+"""Where rows finish under the weights before, a worker is as slow as its longest answer; the watchdog sees it work."""
+
+
+class Fleet:
+    """The rollout and reward workers of one run.
+
+    Attributes:
+        crashes: Workers that died.
+        versions: Version that each rollout worker has acknowledged, by number.
+        opening_versions: Version of the weights that its new rows begin under; the one before where a snapshot lags.
+        on_version: Called whenever one has acknowledged.
+        last_pause_s: Seconds for which the last change of weights kept a worker from decoding.
+    """
+
+    def __init__(self, roles: Roles, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """Look after ``roles``; ``spawn`` runs tasks whose failure ends the run."""
+        self._roles = roles
+        self._spawn = spawn
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._fruitless: dict[str, int] = {}
+        self._updating: set[int] = set()
+        self.crashes = 0
+        self.versions: dict[int, int] = {}
+        self.opening_versions: dict[int, int] = {}
+        self.on_version: Callable[[], None] = lambda: None
+        self.last_pause_s = 0.0
+
+    async def publish(self, swap: Swap | None = None) -> list[dict[str, float]]:
+        """Give all rollout workers the published weights and wait for their acknowledgements.
+
+        A worker that fails or misses the deadline is replaced; its successor starts from the same snapshot.
+        """
+        return list(await asyncio.gather(*(self._bring_up(i, swap or Swap()) for i in range(len(self._roles.rollout)))))
+
+    def announce(self, swap: Swap) -> None:
+        """Give all rollout workers the published weights without waiting; a slow one skips to the newest."""
+        for index in range(len(self._roles.rollout)):
+            if index not in self._updating:
+                self._updating.add(index)
+                self._spawn(self._catch_up(index, swap))
+
+    async def _catch_up(self, index: int, swap: Swap) -> None:
+        try:
+            while self._roles.published and self.versions.get(index, -1) < self._roles.published.manifest.version:
+                acknowledged = await self._bring_up(index, swap)
+                self.last_pause_s = acknowledged.get("pause_s", 0.0)
+        finally:
+            self._updating.discard(index)
+
+    async def _bring_up(self, index: int, swap: Swap) -> dict[str, float]:
+        role = self._roles.rollout[index]
+        try:
+            return await self._set_weights(index, role, swap)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            await self.replace_rollout(index, role, error)
+            return {}
+
+    async def rollout(self, index: int) -> Role:
+        """Return a rollout worker; a successor only once it has the weights, since it must not write without them."""
+        async with self._changing(f"rollout-{index}"):
+            return self._roles.rollout[index]
+
+    def delivered(self, slot: str) -> None:
+        """Take note that a worker brought a result: ``rollout-<number>`` or ``reward-<number>``."""
+        self._fruitless.pop(slot, None)
+
+    def replace_reward(self, index: int, error: BaseException) -> None:
+        """Replace a reward worker that died of ``error``; raises as :meth:`replace_rollout`."""
+        self._count_crash(f"reward-{index}", self._roles.reward[index], error)
+        self._roles.replace_reward(index)
+
+    async def replace_rollout(self, index: int, dead: Role, error: BaseException) -> None:
+        """Replace the rollout worker ``dead``, unless that was done; returns when its successor has the weights.
+
+        Raises:
+            UserError: A successor would fail in the same way until the user mends something.
+            RuntimeError: Too many died in turn without a result.
+        """
+        async with self._changing(f"rollout-{index}"):
+            if self._roles.rollout[index] is not dead:
+                return  # somebody else noticed first
+            while True:
+                self._count_crash(f"rollout-{index}", dead, error)
+                ray.kill(dead.actor)
+                dead = self._roles.replace_rollout(index)
+                if self._roles.published is None:
+                    return
+                try:
+                    await self._set_weights(index, dead, Swap())
+                    return
+                except (ray.exceptions.RayError, TimeoutError) as again:
+                    error = again  # the successor died as well: the count decides when to give up
+
+    def _changing(self, what: str) -> asyncio.Lock:
+        return self._locks.setdefault(what, asyncio.Lock())
+
+    def _count_crash(self, slot: str, role: Role, error: BaseException) -> None:
+        fault = user_error(error)
+        if fault is not None:
+            raise fault  # a successor would fail in the same way
+        self.crashes += 1
+        self._fruitless[slot] = self._fruitless.get(slot, 0) + 1
+        if self._fruitless[slot] > MAX_FRUITLESS_RESTARTS:
+            count = self._fruitless[slot]
+            raise RuntimeError(
+                f"{role.name} died {count} times in a row without a result; the last time: {brief(error)}"
+            ) from error
+        log.warning("%s died (%s); starting another one", role.name, brief(error))
+
+    async def _set_weights(self, index: int, role: Role, swap: Swap) -> dict[str, float]:
+        deadline = _DRAIN_DEADLINE_S if swap.mode == "drain" else _WEIGHTS_DEADLINE_S
+        async with self._changing(f"weights of rollout-{index}"):  # two at once might arrive the wrong way round
+            published = self._roles.published
+            assert published is not None
+            call = role.actor.set_weights.remote(published.manifest, [published.ref], swap)
+            acknowledged: dict[str, float] = await asyncio.wait_for(call, deadline)
+        self.versions[index] = published.manifest.version
+        self.opening_versions[index] = int(acknowledged["opening_version"])
+        self.on_version()
+        return acknowledged
