@@ -36,7 +36,7 @@ from pipelines.speculation_metrics import bias_metrics, speculation_metrics
 from pipelines.status import State, StatusBoard
 from pipelines.step_metrics import StepClock, is_correct, step_metrics
 from pipelines.streaming import StreamRunner
-from pipelines.utilisation import gained, utilisation_metrics
+from pipelines.utilisation import EngineLoad, gained, utilisation_metrics
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
@@ -145,6 +145,7 @@ class Session:
         self._archiving = Archiving(self._roles, self._flow, self.board)
         self._background: set[asyncio.Task[None]] = set()
         self._step_began = 0.0
+        self._loads_before: dict[str, EngineLoad] = {}
         self._safe_point: dict[str, Any] | None = None
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
@@ -317,7 +318,7 @@ class Session:
     async def _one_step(self) -> None:
         self._enter("generating")
         self.board.start_step()
-        loads_before, drafts_before = dict(self._flow.loads), dict(self._flow.draft_metrics)
+        drafts_before = dict(self._flow.draft_metrics)
         version = self._published_version
         self.board.wait("generate", "rollout workers")  # the watchdog looks after each of them
         try:
@@ -327,8 +328,6 @@ class Session:
             raise
         finally:
             self.board.arrived("generate")
-        loads = gained(loads_before, self._flow.loads)
-        generate = max((load.busy_s for load in loads.values()), default=0.0)
         self._safe_point = None
         upcoming = self._source.upcoming(self._config.rollout.prompts_per_step)
         self._drafts.prefetch(upcoming, {key.prompt for key in result.keys})
@@ -347,9 +346,12 @@ class Session:
         await self._archiving.add(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
         self._drafts.recorded = self.step
         ended = time.perf_counter()
+        # Of a stream, what is written while the learner works belongs to the step too.
+        loads = gained(self._loads_before, self._flow.loads)
+        self._loads_before = dict(self._flow.loads)
         clock = StepClock(
             step=ended - self._step_began,
-            generate=generate,
+            generate=max((load.busy_s for load in loads.values()), default=0.0),
             learn=header.metrics.get("seconds_total", 0.0),
             publish=published - published_at,
             pause=pause,
@@ -466,6 +468,7 @@ class Session:
             self._flow.forget([key for key in groups if key not in complete])
             await self._archiving.add(split, self.step, tuple(complete), complete, {})
         self._step_began += time.perf_counter() - began
+        self._loads_before = dict(self._flow.loads)
         self._evaluated = (self.step, metrics)
         return metrics
 

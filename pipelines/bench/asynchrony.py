@@ -5,8 +5,9 @@ writing a batch takes three times as long, as long, or a third of that. *Ratios*
 step is generation plus training. *Long tail*: long-tailed answers at 3:1, where it also waits for the longest answer;
 a stream that hands new weights over in mid-answer does not. All pipelines have the same workers, slots and learner.
 
-The learner does real work only. It reads one answer at a time (a micro-batch each), which makes a batch of the tiny
-model last about a second: long against the pass of an engine, as the training step of a large model is.
+The learner does real work only: four updates a batch with the proximal policy computed beforehand and activations
+recomputed, one answer a micro-batch. A batch of the tiny model then lasts some seconds: long against the pass of an
+engine, as the training step of a large model is.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ _SHORT_PROMPTS = 128
 _LONG_PROMPTS = 240
 _SETTINGS = (
     "rollout.prompts_per_step=16",
-    "rollout.samples_per_prompt=8",
-    "rollout.max_rows=96",
-    "rollout.stream_interval_s=0.05",
+    "rollout.samples_per_prompt=16",
+    "rollout.max_rows=64",
     "learner.tokens_per_microbatch=16",
+    "learner.minibatches=4",
+    "learner.gradient_checkpointing=true",
     "algorithm.name=decoupled_ppo",
 )
 _STREAM = ("asynchrony.pipeline=stream", "asynchrony.partial=interrupt")
@@ -95,8 +97,8 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     figures["overrun"] = overrun
     notes += [
         note,
-        f"{_WORKERS} rollout workers, profile latency_bound, model tiny, 16 prompts of 8 answers a step, {steps} steps "
-        f"of which the first {_SKIP} do not count on either side; generate: engine time of the busiest worker",
+        f"{_WORKERS} rollout workers, profile latency_bound, model tiny, 16 prompts of 16 answers, {steps} steps of "
+        f"which the first {_SKIP} do not count on either side; generate: engine time of the busiest worker",
         "pause_share: pause of a worker for new weights over a step, mean of a run, worst run",
     ]
     return BenchResult(name="asynchrony", columns=COLUMNS, rows=tuple(rows), figures=figures, notes=tuple(notes))
@@ -174,7 +176,7 @@ def _tail(bench: _Bench, t0_ms: float) -> list[Comparison]:
         t0_ms = pace(calibration, _CALIBRATION_T0_MS / 2, _RATIOS["3to1"])
     baseline = bench.run("step", t0_ms, ())
     streams = {
-        "partial": bench.run("partial", t0_ms, [*_STREAM, "asynchrony.max_staleness=2"]),
+        "partial": bench.run("partial", t0_ms, ["areal"]),
         "streamrl": bench.run("streamrl", t0_ms, ["streamrl"]),
     }
     return [Comparison(t0_ms, baseline, streams)]

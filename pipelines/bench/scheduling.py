@@ -44,7 +44,7 @@ _SAMPLES = 8
 _OVERLAUNCH = 1.25
 _PERIOD = 5
 _CAP = 256
-_EPOCH_STEPS = 4
+_EPOCH_STEPS = 3
 _REGIMES = ("both", "tail", "dispatch")
 _GROUPS = (f"rollout.prompts_per_step={_PROMPTS_PER_STEP}", f"rollout.samples_per_prompt={_SAMPLES}")
 
