@@ -23,6 +23,15 @@ from storage.errors import UserError
 OptionValue = int | float | str
 
 
+@dataclass(frozen=True, slots=True)
+class BenchTable:
+    """A further table of a result: its title, heads of columns, and cells as text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """What a benchmark found.
@@ -33,6 +42,7 @@ class BenchResult:
         rows: Cells of the table, as text.
         figures: The numbers that others quote, by the names that they use.
         notes: What a reader must know to judge the figures.
+        more: Further tables, shown below the first.
     """
 
     name: str
@@ -40,6 +50,7 @@ class BenchResult:
     rows: tuple[tuple[str, ...], ...]
     figures: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    more: tuple[BenchTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,28 @@ BENCHES: dict[str, Bench] = {
             "threads": "torch threads of both sides; 0 for all cores",
         },
     ),
+    "history": Bench(
+        "pipelines.bench.history_and_index",
+        "Speed and memory of the history store and of the indexes over it.",
+        {
+            "answers": "store: answers appended",
+            "tokens": "store: tokens of each",
+            "group": "store: answers of a group",
+            "steps": "store: steps that they come in",
+            "lookups": "store: prompts looked up",
+            "keep": "store: folder to keep it in; empty: it is removed",
+            "prompts": "index: prompts",
+            "samples": "index: answers to each, one of them held out",
+            "length": "index: tokens of an answer",
+            "rounds": "index: rounds, the median counts",
+            "seed": "index: seed of the answers",
+        },
+    ),
+    "losslessness": Bench(
+        "pipelines.bench.losslessness",
+        "Whether the tokens that drafting engines write follow the policy's law, with controls that must fail.",
+        {"samples": "answers of each setting", "seed": "seed of models, drafts and noise"},
+    ),
     "overhead": Bench(
         "pipelines.bench.overhead",
         "Share of a synchronous step that is neither generation, reward nor learning.",
@@ -73,12 +106,51 @@ BENCHES: dict[str, Bench] = {
             "keep": "folder to keep the run in; empty: it is removed",
         },
     ),
+    "predictor": Bench(
+        "pipelines.bench.predictor",
+        "Recall of the longest prompts by the length predictor against an oracle, and its latency.",
+        {
+            "prompts": "different prompts",
+            "batch": "prompts asked for at once",
+            "samples": "answers to each prompt",
+            "seeds": "runs that the recall is the mean of",
+            "http_seconds": "seconds of requests over HTTP; 0: none",
+            "rate": "requests a second",
+        },
+    ),
     "quickstart": Bench(
         "pipelines.bench.quickstart",
         "Time, accuracy and memory of the default run, first with an empty cache and then without.",
         {
             "seeds": "later runs, each with a run.seed of its own",
             "keep": "folder to keep cache and runs in; empty: they are removed",
+        },
+    ),
+    "simulator": Bench(
+        "pipelines.bench.simulator",
+        "What the schedules bring on a simulated cluster, and agreement with published ratios.",
+        {
+            "gpus": "GPUs of the cluster",
+            "steps": "training steps",
+            "seed": "seed of the lengths",
+            "published": "1 also simulates the published settings",
+        },
+    ),
+    "speculation": Bench(
+        "pipelines.bench.speculation",
+        "Rollout time with drafts from history over that without, in a training run with moving weights.",
+        {
+            "model": "tiny or smollm2",
+            "rows": "answers decoded at once; 0: 32 for tiny, 8 for smollm2",
+            "prompts": "different prompts, a multiple of those of a step (2 * rows / samples); 0: 96 or 8",
+            "samples": "answers to each prompt; 0: 8",
+            "epochs": "passes over the prompts, 2 or more",
+            "temperature": "of sampling; 0: 1 for tiny, 0.7 for smollm2",
+            "max_tokens": "longest answer; 0: 256 or 48",
+            "seed": "run.seed",
+            "threads": "torch threads; 0: 1 for tiny, all cores for smollm2",
+            "repeat_share": "shares of repeated prompts to plot speed-up against, as in 0,.25,.5,.75,1; empty: none",
+            "plot": "PNG file for that curve; empty: none",
         },
     ),
 }
@@ -132,11 +204,12 @@ def parse_options(name: str, texts: Sequence[str], defaults: Mapping[str, Option
 
 
 def show(result: BenchResult, console: Console) -> None:
-    """Print a result: table, figures, notes and the environment it was measured in."""
-    table = Table(*result.columns, title=f"bench {result.name}", title_justify="left")
-    for row in result.rows:
-        table.add_row(*row)
-    console.print(table)
+    """Print a result: tables, figures, notes and the environment it was measured in."""
+    for part in (BenchTable(f"bench {result.name}", result.columns, result.rows), *result.more):
+        table = Table(*part.columns, title=part.title, title_justify="left")
+        for row in part.rows:
+            table.add_row(*row)
+        console.print(table)
     for key, value in result.figures.items():
         console.print(f"{key} = {value:.4g}", highlight=False)
     for line in (*result.notes, *environment()):
