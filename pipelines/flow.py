@@ -185,10 +185,15 @@ class SampleFlow:
         for worker, calls in stopping.items():
             self._spawn(self._quietly_stop(worker, calls))
 
+    def writing(self, keys: Iterable[GroupKey]) -> bool:
+        """Whether some sample of these groups is being written."""
+        return any(lease.stage == "generating" for key in keys for lease in self.leases(key).values())
+
     async def interrupt(self, keys: Collection[GroupKey]) -> None:
         """Stop what is being written of some groups, and return when their tokens are here.
 
-        Samples that a worker does not hand over in time go on behind the tokens that they had before.
+        Samples that a worker does not hand over in time go on behind the tokens that they had before. Ask
+        :meth:`writing` afterwards: what was being scored may have been lost, and be written again.
         """
         wanted: dict[int, dict[int, list[SampleId]]] = {}
         for key in keys:
@@ -198,11 +203,12 @@ class SampleFlow:
                     wanted.setdefault(lease.worker, {}).setdefault(lease.call, []).append((key, index))
         if not wanted:
             return
-        await asyncio.gather(*(self._quietly_stop(worker, calls) for worker, calls in wanted.items()))
         stopped = [identity for calls in wanted.values() for ids in calls.values() for identity in ids]
         try:
-            async with asyncio.timeout(_INTERRUPT_DEADLINE_S), self._stopped:
-                await self._stopped.wait_for(lambda: not any(self._stage(*i) == "generating" for i in stopped))
+            async with asyncio.timeout(_INTERRUPT_DEADLINE_S):
+                await asyncio.gather(*(self._quietly_stop(worker, calls) for worker, calls in wanted.items()))
+                async with self._stopped:
+                    await self._stopped.wait_for(lambda: not any(self._stage(*i) == "generating" for i in stopped))
         except TimeoutError:
             late = [identity for identity in stopped if self._stage(*identity) == "generating"]
             log.warning("%d interrupted samples were not handed over in time", len(late))
@@ -281,8 +287,9 @@ class SampleFlow:
 
     async def _quietly_stop(self, worker: int, calls: Mapping[int, Sequence[SampleId]]) -> None:
         """Tell a worker to stop some samples; when it is dead, that is noticed elsewhere."""
+        role = await self.fleet.rollout(worker)  # a call that waits for a successor reaches it before this
         try:
-            await self._roles.rollout[worker].actor.stop.remote({number: list(ids) for number, ids in calls.items()})
+            await role.actor.stop.remote({number: list(ids) for number, ids in calls.items()})
         except ray.exceptions.RayError as error:
             log.debug("while stopping samples: %s", error)
 

@@ -390,7 +390,9 @@ class RoundRunner:
             if actions[key] == "park":  # it has what it needs, once that is scored
                 self.flow.cut(key, written)
         self.dispatching.revoke(running)
-        await unless_stopped(self.flow.interrupt([key for key in running if actions[key] != "park"]), self.stop)
+        stopping = [key for key in running if actions[key] != "park"]
+        while self.flow.writing(stopping):
+            await unless_stopped(self.flow.interrupt(stopping), self.stop)
         for key in running:
             if actions[key] == "restart":
                 self.flow.drop([key])

@@ -264,7 +264,8 @@ class StreamRunner(RoundRunner):
             return
         running = [key for key in stale if key in self._floors]
         self.dispatching.revoke(running)
-        await self.flow.interrupt(running)
+        while self.flow.writing(running):
+            await self.flow.interrupt(running)
         for key in stale:
             if key not in self._books.state.groups:
                 continue

@@ -8,11 +8,12 @@ import ray
 
 from pipelines import flow as flow_module
 from pipelines.interruption import Interrupted
+from storage.errors import UserError
 from storage.ledger import Ledger
 from storage.records import GroupKey
 from tests.pipelines.flows.world import Dice, Run
 
-SEEDS = range(6)
+SEEDS = range(4)
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +96,56 @@ def test_groups_that_teach_nothing_end_and_no_step_waits_for_ever(schedule, shar
             counts = run.ledger.counts()
             assert counts.ended["zero_variance"] > 0
             assert (counts.trained == 0) == (share == 1.0)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("schedule", ["all", "stream 0", "stream 1"])
+def test_step_gives_up_when_no_prompt_teaches_anything_and_prompts_never_end(schedule):
+    async def play():
+        overrides = [o for o in SCHEDULES[schedule] if not o.startswith("algorithm.name")]
+        dynamic = ("algorithm.name=dapo", "algorithm.max_refills=2", "run.epochs=0")
+        async with Run(Dice(equal_rewards=1.0), *overrides, *dynamic, epochs=None) as run:
+            await run.run(steps=3)
+            assert [result.keys for result in run.results] == [(), (), ()]
+            for result in run.results:
+                assert 3 * 4 <= result.filtered["zero_variance"] <= 3 * 4 + 8
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("schedule", ["all", "stream 1"])
+def test_run_whose_every_score_fails_ends_with_the_reason(schedule):
+    async def play():
+        async with Run(Dice(failed_score=1.0), *SCHEDULES[schedule]) as run:
+            with pytest.raises(UserError, match="no verdict"):
+                await run.run(steps=3)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("schedule", ["all skew-aware", "stream 1", "stream fifo skew-aware"])
+def test_reward_worker_that_dies_behind_a_full_queue_stops_nothing(schedule):
+    async def play():
+        tight = ("cluster.queue_groups=1", "reward.workers=1")
+        async with Run(Dice(seed=1, reward_death=0.2, deaths_left=4), *SCHEDULES[schedule], *tight) as run:
+            await run.run(steps=8)
+            assert run.flow.fleet.crashes == 4
+            run.check()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_evaluation_of_a_stream_waits_for_the_newest_weights_everywhere(seed):
+    async def play():
+        dice = Dice(seed=seed, slow_weights=0.9)
+        async with Run(dice, *SCHEDULES["stream 1"]) as run:
+            for _ in range(5):
+                await run.one_step()
+                found = await run.evaluate()
+                oldest = [h.oldest_version for group in found["heldout"].values() for h in group]
+                assert oldest == [run.version] * 4
 
     asyncio.run(play())
 
