@@ -19,6 +19,7 @@ from .handovers import (
     TOKENIZER,
     ascending,
     boundary,
+    is_mark,
     largest_error,
     split,
     splitting_point,
@@ -111,6 +112,17 @@ def test_a_row_that_has_written_nothing_goes_over_at_once(snapshots, engine_with
     assert sorted(versions_of(c)[0] for c in done.values()) == [0, 1, 1, 1]
 
 
+def test_a_row_that_rests_at_a_boundary_goes_over_at_once(snapshots, engine_with):
+    plain = tokens_of(finish(engine_with(), requests()[:1])[0])
+    written = next(i for i, token in enumerate(plain) if is_mark(token)) + 1
+    assert not all(map(is_mark, plain[written : written + 3]))
+    engine = engine_with()
+    engine.submit(requests()[:1])
+    steps(engine, written)
+    swap(engine, snapshots, 1, boundary(60))
+    assert versions_of(finish(engine)[0]) == [0] * written + [1] * (40 - written)
+
+
 def test_kept_state_needs_no_prefill_and_shows_from_the_place_on(snapshots, model_of, engine_with):
     engine, stats = engine_with(), []
     engine.add_observer(stats.append)
@@ -152,6 +164,52 @@ def test_drafts_that_cross_the_place_are_cut_there(right, handover, snapshots, m
     if right:
         under_old = sum(versions_of(c).count(0) - WRITTEN for c in done.values())
         assert under_old / 2 < sum(c.accepted for c in done.values())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 0.6])
+def test_what_old_weights_would_write_behind_the_place_ends_no_row(temperature, snapshots, engine_with):
+    """The draft ends with the boundary, and the draw behind it is a stop token that is not emitted."""
+    plain = tokens_of(finish(engine_with(), requests(temperature=temperature)[:1])[0])
+    mark = next(i for i in range(2, 39) if is_mark(plain[i]) and plain[i + 1] not in plain[: i + 1])
+    written = mark - 1
+    assert not is_mark(plain[written - 1])
+    drafting = False
+    drafts = ScriptedDrafts(lambda i, so_far, room: plain[len(so_far) : mark + 1] if drafting else [])
+    engine = engine_with(drafts=drafts)
+    engine.submit(requests(temperature=temperature, stop_token_ids=(plain[mark + 1],))[:1])
+    steps(engine, written)
+    swap(engine, snapshots, 1, boundary(60))
+    drafting = True
+    done = finish(engine)[0]
+    drawn = versions_of(done)
+    assert tokens_of(done)[: mark + 1] == plain[: mark + 1]
+    assert drawn == [0] * (mark + 1) + [1] * (len(drawn) - mark - 1)
+    assert len(drawn) > mark + 1
+
+
+def test_what_old_weights_cannot_compute_behind_the_place_fails_no_row(snapshots, model_of, engine_with):
+    plain = tokens_of(finish(engine_with(), requests()[:1])[0])
+    mark = next(i for i in range(2, 39) if is_mark(plain[i]) and plain[i] not in plain[:i])
+    assert not is_mark(plain[mark - 2])
+    drafting = False
+    drafts = ScriptedDrafts(lambda i, so_far, room: plain[len(so_far) : mark + 1] if drafting else [])
+    engine = engine_with(drafts=drafts)
+    engine.submit(requests()[:1])
+    steps(engine, mark - 1)
+    swap(engine, snapshots, 1, boundary(60))
+    forward = engine._old.forward
+
+    def broken(plan, cache, token_ids, index):
+        logits = forward(plan, cache, token_ids, index).clone()
+        logits[token_ids[index] == plain[mark]] = float("nan")
+        return logits
+
+    engine._old.forward = broken
+    drafting = True
+    done = finish(engine)[0]
+    assert done.finish_reason == "length"
+    assert versions_of(done) == [0] * (mark + 1) + [1] * (39 - mark)
+    assert largest_error(done, PROMPTS[0], model_of) < 1e-4
 
 
 def test_a_lenient_draft_goes_on_under_the_new_weights(snapshots, model_of, engine_with):
@@ -255,18 +313,15 @@ def test_answers_that_may_not_lag_are_the_newest_weights_alone(snapshots, engine
 
 def test_what_newer_weights_have_begun_the_lagging_snapshot_does_not_go_on_with(snapshots, engine_with):
     engine = engine_with()
-    first = handed_over(engine, snapshots, boundary(0))[0]
-    swap(engine, snapshots, 2, split(30))
-    swap(engine, snapshots, 3, split(30))
-    segments = first.segments
-    old = request(50, PROMPTS[0], max_tokens=12, prefix=segments[:1])
-    done = finish(engine, [old])
-    assert versions_of(done[50]) == [0] * WRITTEN + [2] * (12 - WRITTEN)
+    swap(engine, snapshots, 1, None)
+    newer = finish(engine, requests(max_tokens=4))[0].segments
     engine = engine_with()
-    swap(engine, snapshots, 1, split(30))
-    newer = request(51, PROMPTS[0], max_tokens=12, prefix=tuple(s for s in segments if s.version == 1)[:1])
-    engine.submit([newer])
-    assert set(versions_of(finish(engine)[51])) == {1}
+    older = finish(engine, requests(max_tokens=4))[0].segments
+    swap(engine, snapshots, 1, split(60))
+    continued = [request(10 + i, PROMPTS[0], max_tokens=12, prefix=prefix) for i, prefix in enumerate((older, newer))]
+    done = finish(engine, continued)
+    assert versions_of(done[10]) == [0] * 12
+    assert versions_of(done[11]) == [1] * 12
 
 
 def test_siblings_of_a_split_share_prompts_of_the_right_version(snapshots, model_of, engine_with):
