@@ -27,7 +27,8 @@ class SpeculationOptions(BaseModel):
     verify: Literal["exact", "lenient"] = Field(
         "exact",
         description="exact: point-mass rule, the sampling law is untouched; lenient: keep a token of the previous "
-        "answer with probability min(1, lenience * p / q) (SPEC-RL; biased; needs source previous_epoch or hybrid).",
+        "answer with probability min(1, lenience * p / q) up to the first that is not kept, and verify drafts behind it "
+        "exactly (SPEC-RL; biased; needs source previous_epoch or hybrid).",
     )
     log_lenience: float = Field(
         0.5, ge=0, le=10, description="Natural logarithm of the lenience; 0.5 is the paper's e^0.5. Lenient only."

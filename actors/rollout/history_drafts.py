@@ -152,7 +152,7 @@ class HistoryDrafts:
                 found = True
             at = pack.previous.find(binding.key, binding.sample) if self._follows_previous else -1
             reuse = at >= 0 and self._wanted[0] and self._reuses(handle, request, binding, at)
-            if at >= 0 and (self._follows_index or not reuse):
+            if at >= 0:  # behind what is leniently kept, too: verified exactly, the rest only saves time
                 self._previous_rows.open(handle, pack.previous, at, prompt)
                 found = True
         elif pack.shared is not None and self._follows_index:

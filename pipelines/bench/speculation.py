@@ -11,9 +11,9 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,11 @@ from actors.threads import set_torch_threads
 from pipelines.bench.harness import BenchResult, BenchTable, OptionValue
 from storage.errors import UserError
 from storage.models import SMOLLM2, TINY
+
+if TYPE_CHECKING:
+    from pipelines.bench.rollout_loop import World
+    from pipelines.bench.speculation_trials import Trial
+    from storage.history.archive import RolloutArchive
 
 OPTIONS: dict[str, OptionValue] = {
     "model": TINY,
@@ -128,8 +133,8 @@ def report(
     name: str,
     sizes: Sizes,
     epochs: int,
-    exact: Any,
-    lenient: Any,
+    exact: Trial,
+    lenient: Trial | None,
     figures: Mapping[str, float],
     more: Sequence[BenchTable],
     notes: Sequence[str],
@@ -198,7 +203,7 @@ def report(
 _KEYS = {"previous_epoch": "previous"}
 
 
-def _row(mode: str, trial: Any, epochs: int) -> tuple[str, ...]:
+def _row(mode: str, trial: Trial, epochs: int) -> tuple[str, ...]:
     later = range(1, epochs)
     return (
         f"{mode}, biased" if mode == "lenient" else mode,
@@ -211,7 +216,7 @@ def _row(mode: str, trial: Any, epochs: int) -> tuple[str, ...]:
     )
 
 
-def _epoch_table(sizes: Sizes, epochs: int, exact: Any, lenient: Any) -> BenchTable:
+def _epoch_table(sizes: Sizes, epochs: int, exact: Trial, lenient: Trial | None) -> BenchTable:
     drafting = [mode for mode in sizes.modes if mode != "off"]
     rows = []
     for epoch in range(epochs):
@@ -230,7 +235,7 @@ def _epoch_table(sizes: Sizes, epochs: int, exact: Any, lenient: Any) -> BenchTa
 
 
 def _forecasts(
-    exact: Any, archive: Any, sizes: Sizes, epochs: int
+    exact: Trial, archive: RolloutArchive, sizes: Sizes, epochs: int
 ) -> tuple[dict[str, float], list[BenchTable], list[str]]:
     """Predict the measured speed-up from the recorded answers, and play all rules back over them."""
     from pipelines.forecast import forecast, predicted_speedup
@@ -292,10 +297,8 @@ def _with_curve(result: BenchResult, shares: Sequence[float], curve: Sequence[fl
         tuple((f"{share:g}", f"{value:.2f}") for share, value in zip(shares, curve, strict=True)),
     )
     figures = {f"speedup_repeat_{share:g}": value for share, value in zip(shares, curve, strict=True)}
-    return BenchResult(
-        name=result.name,
-        columns=result.columns,
-        rows=result.rows,
+    return replace(
+        result,
         figures={**result.figures, **figures},
         notes=(*result.notes, f"share of repeated prompts: {_ROUNDS} steps each, taken in turns after one epoch"),
         more=(*result.more, table),
@@ -353,7 +356,7 @@ def _prompts_per_step(sizes: Sizes) -> int:
     return max(1, _WAVES * sizes.rows // sizes.samples)
 
 
-def _world(name: str, sizes: Sizes, *, epochs: int, seed: int, prompts: int) -> Any:
+def _world(name: str, sizes: Sizes, *, epochs: int, seed: int, prompts: int) -> World:
     """Load configuration, model and prompts of the run that is played."""
     from pipelines.bench.rollout_loop import World
     from pipelines.config_loader import load
