@@ -19,7 +19,7 @@ class Progress:
     Attributes:
         launched: Samples asked for.
         done: Samples that came back, scored or given up.
-        failed: Samples without a score because something failed.
+        failed: Samples without a score because something failed; crashed: those of them whose workers died too often.
         first_error: What happened to the first of those.
         started: Wall-clock second of the start.
     """
@@ -27,6 +27,7 @@ class Progress:
     launched: int = 0
     done: int = 0
     failed: int = 0
+    crashed: int = 0
     first_error: str = ""
     started: float = field(default_factory=time.time)
 
@@ -36,11 +37,12 @@ class Progress:
         error = event.error if event.header is None else event.header.error
         if event.header is None or event.header.reward_status in ("error", "timeout"):
             self.failed += 1
+            self.crashed += event.header is None
             self.first_error = self.first_error or error
 
     def check(self, what: str) -> None:
-        """Raise ``UserError`` when something failed for every single answer of the round."""
-        if self.done and self.failed == self.done:
+        """Raise ``UserError`` when every single answer failed to be scored, unless they were all lost by crashes."""
+        if self.done > self.crashed and self.failed == self.done:
             raise UserError(
                 f"{what}: none of the {self.done} answers got a score, so there is nothing to learn from; the first "
                 f"error: {self.first_error}. Mend that (reward.functions names the functions) before the run goes on"

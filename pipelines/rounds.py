@@ -14,18 +14,19 @@ from pipelines.backlog import Backlog, Waiting
 from pipelines.config import Config
 from pipelines.dispatching import Dispatching
 from pipelines.flow import SampleFlow
+from pipelines.held_out import held_out_work
 from pipelines.interruption import unless_stopped
 from pipelines.leases import SampleDone
 from pipelines.length_forecasts import LengthForecasts
 from pipelines.round_books import Progress, RoundBooks, RoundResult
-from pipelines.run_data import SAMPLED_SUFFIX, RunData
+from pipelines.run_data import RunData
 from pipelines.scheduling.dispatch import Pool, Work
 from pipelines.scheduling.policy import GroupProgress, Launch, RoundState, SchedulePolicy
 from pipelines.scheduling.second_batching import UnfinishedRow, regroup
 from pipelines.score_deadlines import ScoreDeadlines
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
-from storage.records import Assignment, GroupKey, Prompt, RoundClass, SampleHeader, SamplingParams
+from storage.records import Assignment, GroupKey, Prompt, RoundClass, SampleHeader
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class RoundRunner:
             event = await self._next_event()
             await self._take(books, event)
         await self._leave_behind(books)
-        self.progress.check(f"step {step + 1}")
+        self._check_scores(step, books.headers)
         self.forecasts.forget(tuple(books.headers))
         return RoundResult(
             keys=tuple(sorted(books.headers)),
@@ -106,30 +107,13 @@ class RoundRunner:
         )
 
     async def evaluate(self, step: int) -> dict[str, dict[GroupKey, list[SampleHeader]]]:
-        """Write and score every held-out prompt; returns headers by split, greedy and, where asked for, sampled.
-
-        Raises as :meth:`train`.
-        """
-        samples = self.config.evaluation.samples
-        splits: list[tuple[str, str, int, SamplingParams]] = []
-        for name in self.data.evaluation:
-            splits.append((name, name, 1, self.data.greedy_sampling(self.config)))
-            if samples:
-                splits.append((name + SAMPLED_SUFFIX, name, samples, self.data.training_sampling(self.config)))
-        waiting: dict[GroupKey, int] = {}
-        sizes: dict[GroupKey, int] = {}
-        dealt: list[list[Assignment]] = [[] for _ in range(self.config.rollout.workers)]
-        for split, name, size, sampling in splits:
-            for prompt in self.data.evaluation[name]:
-                key = GroupKey(split, step, prompt.index)
-                dealt[len(sizes) % len(dealt)].append(
-                    self._assignment(key, prompt, tuple(range(size)), size, sampling, "short")
-                )
-                waiting[key] = sizes[key] = size
-        self.progress = Progress(launched=sum(sizes.values()))
-        for worker, mine in enumerate(dealt):
-            if mine:
-                self.flow.dispatch(worker, mine)
+        """Write and score every held-out prompt; returns headers by split. Raises as :meth:`train`."""
+        work = held_out_work(self.config, self.data, step)
+        waiting = {assignment.key: assignment.group_size for assignment in work}
+        self.progress = Progress(launched=sum(waiting.values()))
+        workers = self.config.rollout.workers
+        for worker in range(min(workers, len(work))):
+            self.flow.dispatch(worker, work[worker::workers])
         while waiting:
             event = await self._next_event()
             if event.key not in waiting:  # a training group that a round left in scoring
@@ -139,9 +123,9 @@ class RoundRunner:
             if not waiting[event.key]:
                 del waiting[event.key]
         self.progress.check(f"evaluation after step {step}")
-        found: dict[str, dict[GroupKey, list[SampleHeader]]] = {split: {} for split, *_ in splits}
-        for key in sizes:
-            found[key.split][key] = self.flow.headers(key)
+        found: dict[str, dict[GroupKey, list[SampleHeader]]] = {name: {} for name in self.data.evaluation}
+        for assignment in work:
+            found.setdefault(assignment.key.split, {})[assignment.key] = self.flow.headers(assignment.key)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -166,6 +150,11 @@ class RoundRunner:
 
     async def close(self) -> None:
         """Stop whatever runs beside the rounds."""
+
+    def _check_scores(self, step: int, headers: Mapping[GroupKey, Sequence[SampleHeader]]) -> None:
+        """Raise ``UserError`` when nothing of a step has a score; of a few late answers alone, all may have failed."""
+        if all(header.reward is None for group in headers.values() for header in group):
+            self.progress.check(f"step {step + 1}")
 
     async def _plan(self, books: RoundBooks) -> None:
         """Draw and launch what the policy asks for."""
@@ -258,8 +247,7 @@ class RoundRunner:
         for index in missing:
             if index in leases:
                 leases[index].waits = False
-        sampling = self.data.training_sampling(self.config)
-        assignment = self._assignment(key, waiting.prompt, missing, size, sampling, launch.round_class)
+        assignment = self._assignment(key, waiting.prompt, missing, size, launch.round_class)
         return [(self._work(key, missing), assignment)]
 
     def _work(self, key: GroupKey, missing: Sequence[int], pool: Pool | None = None) -> Work:
@@ -289,7 +277,7 @@ class RoundRunner:
         places: dict[GroupKey, int] = {}
         for batch in regroup(rows, self.dispatching.slots()):
             parts = [
-                self._assignment(key, by_key[key].prompt, indices, by_key[key].group_size, by_key[key].sampling, "long")
+                self._assignment(key, by_key[key].prompt, indices, by_key[key].group_size, "long")
                 for key, indices in batch.by_group().items()
             ]
             self.dispatching.give_rows(batch.worker, parts)
@@ -298,20 +286,14 @@ class RoundRunner:
         return places
 
     def _assignment(
-        self,
-        key: GroupKey,
-        prompt: Prompt,
-        samples: tuple[int, ...],
-        size: int,
-        sampling: SamplingParams,
-        round_class: RoundClass,
+        self, key: GroupKey, prompt: Prompt, samples: tuple[int, ...], size: int, round_class: RoundClass
     ) -> Assignment:
         return Assignment(
             key=key,
             prompt=prompt,
             samples=samples,
             group_size=size,
-            sampling=sampling,
+            sampling=self.data.training_sampling(self.config),
             run_seed=self.config.run.seed,
             round_class=round_class,
         )
@@ -338,8 +320,7 @@ class RoundRunner:
                 return
             lease.waits = False
             work = self._work(event.key, [event.index], "long" if self.config.schedule.pools.long.workers else None)
-            sampling, prompt = self.data.training_sampling(self.config), books.prompts[event.key]
-            again = self._assignment(event.key, prompt, (event.index,), group.size, sampling, "long")
+            again = self._assignment(event.key, books.prompts[event.key], (event.index,), group.size, "long")
             self.dispatching.give([(work, again)])
             return
         books.seen.add((event.key, event.index))

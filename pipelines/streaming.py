@@ -82,8 +82,7 @@ class StreamRunner(RoundRunner):
         chosen = await unless_stopped(self._chosen(version), self.stop)
         keys = tuple(sorted(group.key for group in chosen))
         headers = {key: books.headers[key] for key in keys}
-        if all(header.reward is None for group in headers.values() for header in group):
-            self.progress.check(f"step {step + 1}")  # few answers may have come back since the step before
+        self._check_scores(step, headers)
         result = RoundResult(
             keys=keys,
             headers=headers,
