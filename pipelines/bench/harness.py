@@ -142,9 +142,9 @@ BENCHES: dict[str, Bench] = {
         {
             "model": "tiny or smollm2",
             "rows": "answers decoded at once; 0: 32 for tiny, 8 for smollm2",
-            "prompts": "different prompts, a multiple of those of a step (2 * rows / samples); 0: 96 or 8",
-            "samples": "answers to each prompt; 0: 8",
-            "epochs": "passes over the prompts, 2 or more",
+            "prompts": "different prompts, a multiple of those of a step (4 * rows / samples); 0: 112 or 8",
+            "samples": "answers to each prompt; 0: 8 or 4",
+            "epochs": "passes over the prompts, 2 or more; 0: 4 or 3",
             "temperature": "of sampling; 0: 1 for tiny, 0.7 for smollm2",
             "max_tokens": "longest answer; 0: 256 or 48",
             "seed": "run.seed",

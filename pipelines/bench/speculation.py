@@ -33,7 +33,7 @@ OPTIONS: dict[str, OptionValue] = {
     "rows": 0,
     "prompts": 0,
     "samples": 0,
-    "epochs": 4,
+    "epochs": 0,
     "temperature": 0.0,
     "max_tokens": 0,
     "seed": 0,
@@ -58,6 +58,7 @@ class Sizes:
 
     Attributes:
         rows: Answers decoded at once; prompts: prompts of the run; samples: answers to each.
+        epochs: Passes over the prompts.
         temperature: Of sampling; max_tokens: longest answer.
         threads: Torch threads; 0 for all cores.
         modes: Values of ``speculation.source``, verified exactly.
@@ -67,6 +68,7 @@ class Sizes:
     rows: int
     prompts: int
     samples: int
+    epochs: int
     temperature: float
     max_tokens: int
     threads: int
@@ -76,19 +78,17 @@ class Sizes:
 
 SIZES = {
     # A pass of the built-in model has too little work for two threads: meeting costs more than it saves.
-    TINY: Sizes(32, 96, 8, 1.0, 256, 1, EXACT, True),
-    SMOLLM2: Sizes(8, 8, 8, 0.7, 48, 0, ("off", "history", "hybrid"), False),
+    TINY: Sizes(32, 112, 8, 4, 1.0, 256, 1, EXACT, True),
+    SMOLLM2: Sizes(8, 8, 4, 3, 0.7, 48, 0, ("off", "history", "hybrid"), False),
 }
 
 
 def run(options: Mapping[str, OptionValue]) -> BenchResult:
     """Train for some epochs with every way of drafting beside plain decoding."""
     name = str(options["model"])
-    sizes, epochs, seed = _sizes(name, options), int(options["epochs"]), int(options["seed"])
+    sizes, seed = _sizes(name, options), int(options["seed"])
     shares = parse_shares(str(options["repeat_share"]))
     plot = str(options["plot"])
-    if epochs < 2:
-        raise UserError(f"option epochs={epochs}: at least 2 are needed, drafts come from the epochs before")
     if plot and not shares:
         raise UserError(f"option plot={plot} draws speed-up against the share of repeated prompts: set repeat_share")
     if plot and not Path(plot).absolute().parent.is_dir():
@@ -97,17 +97,17 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     from pipelines.bench import speculation_trials as trials
     from storage.history.archive import RolloutArchive
 
-    world = _world(name, sizes, epochs=epochs, seed=seed, prompts=sizes.prompts)
-    plan = trials.epochs_of(world, epochs)
+    world = _world(name, sizes, epochs=sizes.epochs, seed=seed, prompts=sizes.prompts)
+    plan = trials.epochs_of(world, sizes.epochs)
     with tempfile.TemporaryDirectory(prefix="slipstream-speculation-") as folder:
         archive = RolloutArchive(Path(folder) / "rollouts", world.data.tokenizer_fingerprint)
         exact = trials.exact_trial(world, sizes.modes, plan, Path(folder) / "exact", archive)
-        figures, more, notes = _forecasts(exact, archive, sizes, epochs)
+        figures, more, notes = _forecasts(exact, archive, sizes)
     lenient = None
     if sizes.lenient:
         with tempfile.TemporaryDirectory(prefix="slipstream-speculation-") as folder:
             lenient = trials.lenient_trial(world, plan, Path(folder))
-    result = report(name, sizes, epochs, exact, lenient, figures, more, notes)
+    result = report(name, sizes, exact, lenient, figures, more, notes)
     if not shares:
         return result
     curve = _repeat_curve(name, sizes, shares, seed)
@@ -132,7 +132,6 @@ def parse_shares(text: str) -> tuple[float, ...]:
 def report(
     name: str,
     sizes: Sizes,
-    epochs: int,
     exact: Trial,
     lenient: Trial | None,
     figures: Mapping[str, float],
@@ -144,18 +143,17 @@ def report(
     Args:
         name: The model.
         sizes: What was measured.
-        epochs: Epochs played.
         exact: Trial of the exact modes.
         lenient: Trial of lenient reuse, or ``None``.
         figures: Figures of the forecasts.
         more: Tables of the forecasts.
         notes: Notes of the forecasts.
     """
-    later = range(1, epochs)
+    later = range(1, sizes.epochs)
     trials = [(mode, exact) for mode in sizes.modes if mode != "off"]
     if lenient is not None:
         trials.append(("lenient", lenient))
-    rows = [_row(mode, trial, epochs) for mode, trial in trials]
+    rows = [_row(mode, trial, sizes.epochs) for mode, trial in trials]
     speedups = {mode: trial.speedup(mode, later) for mode, trial in trials}
     found: dict[str, float] = {}
     if name == TINY:
@@ -196,7 +194,7 @@ def report(
         rows=tuple(rows),
         figures={**found, **figures},
         notes=(*said, *notes),
-        more=(_epoch_table(sizes, epochs, exact, lenient), *more),
+        more=(_epoch_table(sizes, exact, lenient), *more),
     )
 
 
@@ -216,10 +214,10 @@ def _row(mode: str, trial: Trial, epochs: int) -> tuple[str, ...]:
     )
 
 
-def _epoch_table(sizes: Sizes, epochs: int, exact: Trial, lenient: Trial | None) -> BenchTable:
+def _epoch_table(sizes: Sizes, exact: Trial, lenient: Trial | None) -> BenchTable:
     drafting = [mode for mode in sizes.modes if mode != "off"]
     rows = []
-    for epoch in range(epochs):
+    for epoch in range(sizes.epochs):
         steps = exact.of([epoch])
         reward = float(np.mean([step.reward for step in steps]))
         length = sum(step.tokens for step in steps) / sum(step.answers for step in steps)
@@ -235,16 +233,16 @@ def _epoch_table(sizes: Sizes, epochs: int, exact: Trial, lenient: Trial | None)
 
 
 def _forecasts(
-    exact: Trial, archive: RolloutArchive, sizes: Sizes, epochs: int
+    exact: Trial, archive: RolloutArchive, sizes: Sizes
 ) -> tuple[dict[str, float], list[BenchTable], list[str]]:
     """Predict the measured speed-up from the recorded answers, and play all rules back over them."""
     from pipelines.forecast import forecast, predicted_speedup
 
-    cost = exact.cost(("off", "history"), range(epochs))
+    cost = exact.cost(("off", "history"), range(sizes.epochs))
     if cost is None:
         return {}, [], ["too few passes to fit their cost: nothing is predicted"]
     later = [number for number, step in enumerate(exact.steps) if step.epoch]
-    measured = exact.speedup("history", range(1, epochs))
+    measured = exact.speedup("history", range(1, sizes.epochs))
     predicted = predicted_speedup(archive, SpeculationOptions(source="history"), cost, max_rows=sizes.rows, steps=later)
     plain = [step.rollouts["off"] for step in exact.steps if step.epoch]
     rows = sum(rollout.row_passes for rollout in plain) / sum(rollout.passes for rollout in plain)
@@ -326,8 +324,10 @@ def _sizes(name: str, options: Mapping[str, OptionValue]) -> Sizes:
     if name not in SIZES:
         raise UserError(f"option model={name}: must be one of {', '.join(SIZES)}")
     own = SIZES[name]
-    chosen = {key: int(options[key]) or getattr(own, key) for key in ("rows", "prompts", "samples", "max_tokens")}
-    for key, least in {"rows": 1, "prompts": 1, "samples": 2, "max_tokens": 1}.items():
+    chosen = {
+        key: int(options[key]) or getattr(own, key) for key in ("rows", "prompts", "samples", "epochs", "max_tokens")
+    }
+    for key, least in {"rows": 1, "prompts": 1, "samples": 2, "epochs": 2, "max_tokens": 1}.items():
         if chosen[key] < least:
             raise UserError(f"option {key}={chosen[key]}: must be at least {least}")
     temperature = float(options["temperature"]) or own.temperature
@@ -340,6 +340,7 @@ def _sizes(name: str, options: Mapping[str, OptionValue]) -> Sizes:
         rows=chosen["rows"],
         prompts=chosen["prompts"],
         samples=chosen["samples"],
+        epochs=chosen["epochs"],
         temperature=temperature,
         max_tokens=chosen["max_tokens"],
         threads=threads or own.threads,

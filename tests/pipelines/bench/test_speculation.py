@@ -44,7 +44,7 @@ def step(epoch: int, off: float, history: float, differing: int = 0) -> Step:
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> speculation.Sizes:
-    sizes = speculation.Sizes(4, 8, 2, 1.0, 24, 1, ("off", "history"), lenient=True)
+    sizes = speculation.Sizes(4, 8, 2, 2, 1.0, 24, 1, ("off", "history"), lenient=True)
     monkeypatch.setitem(speculation.SIZES, "tiny", sizes)
     return sizes
 
@@ -60,7 +60,7 @@ def test_every_registered_option_has_a_help_text_and_every_help_text_an_option()
     ("options", "words"),
     [
         ({"model": "large"}, "model=large: must be one of tiny, smollm2"),
-        ({"epochs": 1}, "epochs=1: at least 2"),
+        ({"epochs": 1}, "epochs=1: must be at least 2"),
         ({"rows": -1}, "rows=-1: must be at least 1"),
         ({"samples": 1}, "samples=1: must be at least 2"),
         ({"temperature": -1.0}, "temperature=-1: must be above 0"),
