@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Speed is measured by benchmarks: an example that is slow on a busy machine is not wrong.
+settings.register_profile("slipstream", deadline=None)
+settings.load_profile("slipstream")
 
 ROOT = Path(__file__).parents[1]
 
