@@ -15,7 +15,7 @@ from pipelines.interruption import unless_stopped
 from pipelines.leases import SampleDone
 from pipelines.round_books import Progress, RoundBooks, RoundResult
 from pipelines.rounds import RoundRunner
-from pipelines.scheduling.admission import ReadyGroup, StreamAdmission, choose, last_chances
+from pipelines.scheduling.admission import ReadyGroup, StreamAdmission, choose
 from pipelines.scheduling.policy import Launch, RoundState
 from storage.records import TRAIN_SPLIT, GroupKey, SampleHeader
 
@@ -150,18 +150,13 @@ class StreamRunner(RoundRunner):
                 await self._age(version)
             async with self._news:
                 await self._news.wait_for(
-                    lambda: self._failure is not None or self._enough() or bool(self._stale(version))
+                    lambda: self._failure is not None or self._choice() is not None or bool(self._stale(version))
                 )
             if self._failure is not None:
                 raise self._failure
-            if not self._stale(version) and self._enough():
-                return choose(
-                    self._ready.values(),
-                    self.config.rollout.prompts_per_step,
-                    consumption=self.config.asynchrony.consumption,
-                    version=version,
-                    max_staleness=self._max_staleness,
-                )
+            chosen = None if self._stale(version) else self._choice()
+            if chosen is not None:
+                return chosen
 
     async def _up_to_date(self) -> None:
         version, versions = self._books.state.version, self.flow.fleet.versions
@@ -195,7 +190,7 @@ class StreamRunner(RoundRunner):
 
     async def _admit(self) -> None:
         self._refresh(self._books)
-        self._admission.free_rows = self.dispatching.free_rows(self._books.state.version - self._max_staleness)
+        self._admission.free_rows = self.dispatching.free_rows(self._admission.oldest_start(self._books.state.version))
         before = set(self._books.state.groups)
         await self._plan(self._books)
         for key in self._books.state.groups:
@@ -234,17 +229,28 @@ class StreamRunner(RoundRunner):
             table.pop(key, None)
         books.seen = {identity for identity in books.seen if identity[0] != key}
 
-    def _enough(self) -> bool:
-        """Whether the step at the present version can be filled without anybody losing the last chance for it."""
+    def _choice(self) -> list[ReadyGroup] | None:
+        """Groups of the step at the present version; None while it waits for more, or for groups that are due."""
         books, state = self._books, self._books.state
         wanted = state.prompts_per_step
-        waits = self.config.asynchrony.on_stale == "wait" and self._max_staleness > 0
-        if waits and last_chances(self._floors, state.version, self._max_staleness):
-            return False
         filtered = sum(count for reason, count in books.filtered.items() if reason != "stale")
-        if len(self._ready) >= wanted or self._admission.gives_up(filtered, len(self._ready), wanted):
-            return True
-        return self._nothing_left and len(self._ready) == len(state.groups)
+        unfinished = list(self._floors.values())
+        if len(self._ready) < wanted:
+            if self._admission.gives_up(filtered, len(self._ready), wanted):
+                # Most will teach nothing either, so there is room for them later; what is due now must still come.
+                unfinished = [floor for floor in unfinished if state.version - floor >= self._max_staleness]
+            elif not (self._nothing_left and len(self._ready) == len(state.groups)):
+                return None
+        return choose(
+            self._ready.values(),
+            unfinished,
+            wanted,
+            consumption=self.config.asynchrony.consumption,
+            version=state.version,
+            max_staleness=self._max_staleness,
+            # With a bound of 0 everything has to be trained at once anyway.
+            waits=self.config.asynchrony.on_stale == "wait" and self._max_staleness > 0,
+        )
 
     def _stale(self, version: int, *, unfinished: bool = False) -> list[GroupKey]:
         """What is too old for the step at ``version``, as configured; groups still written only on demand."""

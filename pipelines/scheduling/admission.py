@@ -8,7 +8,8 @@ Here i counts steps: one without a gradient, or between two publications, makes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +52,15 @@ class StreamAdmission:
         steps = self.max_staleness - self._lag + 1 - self.learning
         under_way = sum(group.verdict != "filter" for group in state.groups.values())
         return max(0, steps * state.prompts_per_step - under_way)
+
+    def oldest_start(self, version: int) -> int:
+        """Version that answers launched while ``version`` is the newest must at least begin under: no worker gets any
+        before it has taken the newest weights.
+
+        The inequality counts on it. An answer that begins under the version before is due one step sooner than its
+        place: at a bound of 1 the next step would wait for it, with the learner idle for as long as it is written.
+        """
+        return version - self._lag
 
     def plan(self, state: RoundState) -> Launch:
         """Launch groups that wait (cut short before) and then fresh prompts, as many as may and can run."""
@@ -96,28 +106,48 @@ class ReadyGroup:
 
 
 def choose(
-    ready: Iterable[ReadyGroup], count: int, *, consumption: Consumption, version: int, max_staleness: int
-) -> list[ReadyGroup]:
-    """Return the groups that the step at ``version`` trains.
+    ready: Iterable[ReadyGroup],
+    unfinished: Iterable[int],
+    count: int,
+    *,
+    consumption: Consumption,
+    version: int,
+    max_staleness: int,
+    waits: bool,
+) -> list[ReadyGroup] | None:
+    """Return what the step at ``version`` trains: groups in the order of ``consumption``, as far as the bound lets it.
 
-    Those for which it is the last chance come first whatever the order, so that the bound costs no group its turn.
+    Whatever the order, so many old groups are among them that later steps can train the rest of their age within the
+    bound. Where these are not complete yet the step ``waits`` for them (the result is None), or else goes without.
+
+    Args:
+        ready: Complete groups.
+        unfinished: Of each group under way, the oldest version that any of its tokens may have.
+        count: Groups of a step.
+        consumption: Which of them come first.
+        version: Version of the newest weights.
+        max_staleness: Versions that a trained token may be old.
+        waits: Whether the step waits for what it owes.
     """
 
-    def rank(group: ReadyGroup) -> tuple[bool, int, int]:
-        patient = version - group.oldest_version < max_staleness
+    def rank(group: ReadyGroup) -> tuple[int, int]:
         if consumption == "fifo":
-            return patient, group.launched, 0
-        if consumption == "freshest":
-            return patient, -group.oldest_version, group.completed
-        return patient, group.completed, 0
+            return group.launched, 0
+        return (-group.oldest_version if consumption == "freshest" else 0), group.completed
 
-    return sorted(ready, key=rank)[:count]
-
-
-def last_chances(floors: Mapping[GroupKey, int], version: int, max_staleness: int) -> list[GroupKey]:
-    """Return the unfinished groups that must not miss the step at ``version``.
-
-    ``floors`` holds, by group, the oldest version that any of its tokens may have. With a bound of 0 everything has to
-    be trained at once anyway, and nothing is held up for it.
-    """
-    return [key for key, floor in floors.items() if version - floor >= max_staleness]
+    queue = sorted(ready, key=rank)
+    ages = Counter(group.oldest_version for group in queue) + Counter(unfinished)
+    chosen: list[ReadyGroup] = []
+    total = 0
+    for age in sorted(ages):
+        total += ages[age]
+        steps_after_this = max(0, age + max_staleness - version)
+        owed = min(count, total - steps_after_this * count) - len(chosen)
+        if owed <= 0:
+            continue
+        due = [group for group in queue if group.oldest_version <= age][:owed]
+        if waits and len(due) < owed:
+            return None
+        chosen += due
+        queue = [group for group in queue if group not in due]
+    return chosen + queue[: count - len(chosen)]
