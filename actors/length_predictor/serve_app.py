@@ -103,8 +103,8 @@ def deploy(
     """
     if options.embedding == "minilm":
         check_minilm()
-    for name in ("ray.serve", "ray._private.worker"):  # its progress reports are not for the reader of a training run
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for noisy in ("ray.serve", "ray._private.worker"):  # its progress reports are not for the reader of a training run
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     _start(host, port)
     deployment = serve.deployment(
         name="LengthPredictor",
