@@ -30,6 +30,7 @@ PROFILE = "latency_bound"
 
 _COMMON = (
     "rollout.threads=1",
+    "rollout.stream_interval_s=0.05",  # against steps of seconds; real ones take minutes
     "learner.threads=1",
     f"rollout.pacing.profile={PROFILE}",
     "evaluation.before=false",
