@@ -334,9 +334,22 @@ def test_siblings_of_a_split_share_prompts_of_the_right_version(snapshots, model
         turn = splitting_point(tokens_of(completion), 3)
         assert versions_of(completion)[:turn] == [0] * turn
         assert largest_error(completion, prompt, model_of) < 1e-4
-    # Each version computes the prompt about once; late siblings and rows that go over copy it.
-    answers = sum(len(tokens_of(c)) for c in done.values())
-    assert sum(s.prefill_tokens for s in stats) < 4 * len(prompt) + answers
+    # Late siblings copy the prompt of the snapshot that lags, and rows that go over that of a sibling who has.
+    behind = sum(versions_of(c).count(0) for c in done.values() if 1 in versions_of(c))
+    assert sum(s.prefill_tokens for s in stats) < 5 * len(prompt) + behind
+
+
+def test_state_parked_under_the_newest_weights_is_not_what_the_lagging_snapshot_begins_with(
+    snapshots, model_of, engine_with
+):
+    engine, prompt = engine_with(), tuple(range(5, 25))
+    swap(engine, snapshots, 1, split(3))
+    engine.submit([request(1, prompt, max_tokens=40, may_lag=False)])
+    steps(engine, 6)
+    assert engine.abort(keep_state=True)[0].kept
+    again = finish(engine, [request(1, prompt, max_tokens=40)])[1]
+    assert versions_of(again)[:3] == [0, 0, 0]
+    assert largest_error(again, prompt, model_of) < 1e-4
 
 
 @pytest.mark.parametrize("handover", [boundary(60), split(6)])
