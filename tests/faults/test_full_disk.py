@@ -87,8 +87,8 @@ def test_disk_that_fills_up_under_the_learner_is_one_clear_error(ray_session, ra
     error = capfd.readouterr().err
     assert "Traceback" not in error
     assert error.count("error: ") == 1
-    # which of the learner's files hits the limit depends on what else is on the disk
-    assert re.search(r"error: .*/checkpoints/.* free space on that disk.* Earlier checkpoints are intact", error)
+    # which file hits the limit, the learner's or the conductor's, depends on what else is on the disk
+    assert re.search(r"error: .*/checkpoints.* free space.* Earlier checkpoints are intact", error)
     [kept] = CheckpointStore(disk.path / "small" / "checkpoints").checkpoints()
     assert kept.step == 1
     kept.verify()
