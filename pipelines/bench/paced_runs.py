@@ -40,8 +40,8 @@ _COMMON = (
     "tracking.tensorboard=false",
 )
 
-LONG_TAILED = RunningSums(median_laps=1.5, sigma_laps=1.5)
-"""Prompts of the kind that model tiny knows, with a longer tail: P90 is about 4.5 medians, the cap about 14."""
+LONG_TAILED = RunningSums(median_laps=1.0, sigma_laps=1.5)
+"""Prompts of the kind that model tiny knows, with a longer tail: P90 is about 4.3 medians, the cap about 17."""
 
 COLUMNS = ("run", "steps", "prompts", "s/prompt", "speed-up", "generate", "learn", "rest", "P90/P50", "overrun")
 """Heads of the table that :func:`row` fills. Unit of generate, learn and rest: share of the time of all steps."""
