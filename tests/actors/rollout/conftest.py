@@ -22,6 +22,7 @@ from transformers import (
 
 from actors.rollout.engine import Completion, Drafts, Request, RunningRows
 from actors.rollout.torch_engine import TorchEngine
+from actors.weights import pack, policy_state
 from storage.records import SamplingParams
 
 VOCABULARY = 61
@@ -218,3 +219,16 @@ def reference_model(model_path: Callable[..., Path]) -> Callable[..., Any]:
         return AutoModelForCausalLM.from_pretrained(model_path(kind, seed), dtype=torch.float32).eval()
 
     return get
+
+
+@pytest.fixture(scope="session")
+def model_of(reference_model: Callable[..., Any]) -> Callable[[int], Any]:
+    """Reference models by version, 0 to 3."""
+    models = {version: reference_model("llama", version) for version in range(4)}
+    return models.__getitem__
+
+
+@pytest.fixture(scope="session")
+def snapshots(model_of: Callable[[int], Any]) -> dict[int, Any]:
+    """Snapshots of them, packed: versions 1 to 3."""
+    return {version: pack(policy_state(model_of(version)), version) for version in (1, 2, 3)}

@@ -7,13 +7,15 @@ import numpy as np
 from actors.rollout.engine import Handover
 from storage.tiny_model import character_tokenizer
 
-from .conftest import VOCABULARY, logprobs_of, recomputed_logprobs, tokens_of
+from .conftest import VOCABULARY, logprobs_of, recomputed_logprobs, request, tokens_of
 
 MARKS = ".!?。؟।\n;"
 LETTERS = "".join(chr(ord("a") + i) for i in range(26)) + "".join(chr(ord("A") + i) for i in range(24))
 TOKENIZER = character_tokenizer(LETTERS + MARKS)
 FIRST_MARK = 3 + len(LETTERS)
 assert FIRST_MARK + len(MARKS) == VOCABULARY
+
+PROMPTS = [(5, 6, 7 + i) for i in range(4)]
 
 
 def is_mark(token):
@@ -64,3 +66,7 @@ def splitting_point(answer, k_min):
 
 def ascending(completion):
     return bool((np.diff(versions_of(completion)) >= 0).all())
+
+
+def requests(first=0, **more):
+    return [request(first + i, prompt, **({"max_tokens": 40} | more)) for i, prompt in enumerate(PROMPTS)]

@@ -10,12 +10,6 @@ from actors.weights import WeightsError, pack, policy_state
 from .conftest import finish, logprobs_of, recomputed_logprobs, request, tokens_of
 
 
-@pytest.fixture
-def snapshots(reference_model):
-    """Snapshots of three random models by version, packed."""
-    return {v: pack(policy_state(reference_model("llama", v)), v) for v in (1, 2, 3)}
-
-
 def swap(engine, snapshots, version, mode="reprefill"):
     engine.load_weights(*snapshots[version])
     engine.activate_weights(version, mode)
