@@ -8,7 +8,7 @@ from storage.records import GroupKey
 from tests.runs import small_config, small_run, steps_of, trained_keys
 
 REWARD = "reward.functions=[{function: tests.reward_functions.varied}]"
-LONG_TAIL = (REWARD, "rollout.max_tokens=48", "data.prompts=16")
+LONG_TAIL = (REWARD, "rollout.max_tokens=160", "data.prompts=16")
 
 
 def keys_of(run):
@@ -85,7 +85,7 @@ def test_restarted_groups_are_fresh_and_their_tokens_count_as_waste(ray_session,
 def test_length_split_with_repeats_gives_them_keys_of_their_own(ray_session, random_llama, tmp_path):
     run = small_run(
         random_llama, tmp_path, "split", *LONG_TAIL, "run.steps=8", "schedule.batching=length_split",
-        "schedule.oversample=repeat", "schedule.oversample_ratio=1.3",
+        "schedule.oversample=repeat", "schedule.oversample_ratio=1.4",
     )  # fmt: skip
     keys = keys_of(run)
     assert len(keys) == len(set(keys)) == 32

@@ -28,7 +28,16 @@ def plain(ray_session, random_llama, tmp_path_factory):
 @pytest.fixture(scope="module")
 def drafting(ray_session, random_llama, tmp_path_factory):
     parent = tmp_path_factory.mktemp("drafting")
-    return small_run(random_llama, parent, "drafting", STEPS, "speculation.source=history", "speculation.gate=always")
+    return small_run(
+        random_llama,
+        parent,
+        "drafting",
+        STEPS,
+        "speculation.source=history",
+        "speculation.gate=always",
+        "speculation.draft_length=fixed",
+        "speculation.match_length=1",
+    )
 
 
 def test_drafts_change_no_token(plain, drafting):

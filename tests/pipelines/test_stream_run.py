@@ -11,7 +11,7 @@ REWARD = "reward.functions=[{function: tests.reward_functions.varied}]"
 STREAM = (
     REWARD,
     "data.prompts=16",
-    "rollout.max_tokens=40",
+    "rollout.max_tokens=160",
     "asynchrony.pipeline=stream",
     "algorithm.name=decoupled_ppo",
 )
