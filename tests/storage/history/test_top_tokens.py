@@ -1,4 +1,4 @@
-"""The likeliest tokens at each place of an answer: kept where asked for, and absent without harm where they were not."""
+"""The likeliest tokens at each place of an answer: kept where asked for, absent without harm where they were not."""
 
 from __future__ import annotations
 
