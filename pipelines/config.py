@@ -183,6 +183,11 @@ def _conflicts(config: Config) -> list[str]:
             f"speculation.verify=lenient reuses the previous epoch's answer: it needs speculation.source=previous_epoch "
             f"or hybrid, not {speculation.source}"
         )
+    if speculation.residual and speculation.verify != "lenient":
+        problems.append(
+            "speculation.residual decides what is drawn where a lenient draft is not kept: it needs "
+            f"speculation.verify=lenient, not {speculation.verify}"
+        )
     if speculation.draft_length == "fixed" and speculation.draft_tokens > speculation.max_draft:
         problems.append(
             f"speculation.draft_tokens ({speculation.draft_tokens}) exceeds speculation.max_draft "

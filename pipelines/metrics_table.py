@@ -95,6 +95,12 @@ METRICS: Mapping[str, Metric] = {
     "speculation/cost_token_ms": Metric("Fitted time that each token adds to a pass", "ms"),
     "speculation/index_mb": Metric("Draft packs that rollout workers hold", "MB", "below speculation.index_mb"),
     "speculation/live_index_mb": Metric("Indexes of running siblings", "MB"),
+    "speculation/residual_draws": Metric("Rejected tokens that a draw from the residual replaced", "tokens"),
+    "speculation/residual_tail_mass": Metric(
+        "Mass of the old distribution beyond its stored likeliest tokens, mean over these draws; bounds their error",
+        "share",
+        "below 0.05; else raise speculation.residual_top_k",
+    ),
     "speculation/reused_share": Metric("Answers that leniently kept part of the previous one", "share"),
     "speculation/reused_tokens_share": Metric("Leniently kept tokens among all of the step", "share"),
     "speculation/bias_reward": Metric("Mean reward of reused answers less that of fresh ones, by prompt", "", "near 0"),

@@ -13,6 +13,7 @@ Counters = Mapping[str, Mapping[str, float]]
 _GAUGES = ("gate_open", "predicted_gain", "measured_gain", "cost_fixed_ms", "cost_row_ms", "cost_token_ms")
 _SUMS = ("index_mb", "live_index_mb")
 _COUNTS = ("drafted_", "accepted_")
+_RESIDUAL = ("residual_draws", "residual_tail")
 
 
 def speculation_metrics(before: Counters, after: Counters) -> dict[str, float]:
@@ -26,17 +27,27 @@ def speculation_metrics(before: Counters, after: Counters) -> dict[str, float]:
     for name in {name for counters in after.values() for name in counters}:
         values = [counters[name] for counters in after.values() if name in counters]
         if name.startswith(_COUNTS):
-            # A worker that was replaced counts from 0 again.
-            earlier = [before.get(worker, {}).get(name, 0.0) for worker in after if name in after[worker]]
-            gained = sum(max(0.0, now - then) for now, then in zip(values, earlier, strict=True))
             kind, source = name.split("_", 1)
-            if gained:
+            if gained := _gained(name, before, after):
                 metrics[f"speculation/{kind}/{source}"] = gained
         elif name in _GAUGES:
             metrics[f"speculation/{name}"] = float(np.mean(values))
         elif name in _SUMS:
             metrics[f"speculation/{name}"] = float(sum(values))
+    draws, tail = (_gained(name, before, after) for name in _RESIDUAL)
+    if draws:
+        metrics["speculation/residual_draws"] = draws
+        metrics["speculation/residual_tail_mass"] = tail / draws
     return metrics
+
+
+def _gained(name: str, before: Counters, after: Counters) -> float:
+    """Growth of a counter over all workers; one that was replaced counts from 0 again."""
+    return sum(
+        max(0.0, counters[name] - before.get(worker, {}).get(name, 0.0))
+        for worker, counters in after.items()
+        if name in counters
+    )
 
 
 def bias_metrics(groups: Iterable[Sequence[SampleHeader]]) -> dict[str, float]:

@@ -36,6 +36,20 @@ class SpeculationOptions(BaseModel):
     fresh_share: float = Field(
         0.1, ge=0, le=1, description="Share of the slots that are written afresh, to measure the bias. Lenient only."
     )
+    residual: bool = Field(
+        False,
+        description="Where a token of the previous answer is not kept, draw from the residual max(0, p - q) instead of p, "
+        "q being the residual_top_k likeliest tokens of its law, which are then stored with each answer. At log_lenience 0 "
+        "that is exact for an answer that does not depend on the current weights; those were trained on it, so it stays "
+        "biased. Lenient only.",
+    )
+    residual_top_k: int = Field(
+        32,
+        ge=1,
+        le=256,
+        description="Likeliest tokens stored at each place for residual; what is beyond counts as 0 in q "
+        "(speculation/residual_tail_mass says how much that is). 8 bytes each. Unit: tokens.",
+    )
     max_age: int = Field(
         0,
         ge=0,
@@ -94,3 +108,8 @@ class SpeculationOptions(BaseModel):
         le=60,
         description="Longest time that a rollout waits for its drafts before it starts without. Unit: seconds.",
     )
+
+    @property
+    def top_tokens(self) -> int:
+        """Likeliest tokens that are recorded and stored at each place of an answer; 0: none."""
+        return self.residual_top_k if self.residual and self.verify == "lenient" and self.source != "off" else 0

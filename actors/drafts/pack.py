@@ -20,7 +20,7 @@ from storage.history.index.fuzzy import FuzzyIndex
 from storage.history.index.levels import LevelIndex, Order
 from storage.history.index.suffix_automaton import Automaton, build
 from storage.history.schema import prompt_hash
-from storage.records import FinishReason, Float32Array, Int32Array, SamplingParams
+from storage.records import FinishReason, Float32Array, Int32Array, SamplingParams, TopTokens
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -47,6 +47,7 @@ class PastAnswer:
         oldest_version: Smallest version of the weights among its tokens.
         finish_reason: How it ended.
         temperature, top_p, top_k: How its tokens were drawn.
+        top: The likeliest tokens at each place, if they are wanted and were recorded.
     """
 
     token_ids: Int32Array
@@ -58,6 +59,12 @@ class PastAnswer:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    top: TopTokens | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it can be reused as a whole; aborted and failed ones cannot."""
+        return self.finish_reason in ("stop", "length") and len(self.token_ids) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,7 @@ class PreviousAnswers:
         tokens: int32[total]; logprobs: float32[total].
         oldest: int64[answers], smallest version among its tokens.
         temperature, top_p: float32[answers]; top_k: int64[answers], how it was drawn.
+        top: int32 and float32[total, K], the likeliest tokens at each place; ``None`` when no answer came with any.
     """
 
     keys: UInt64Array
@@ -89,6 +97,7 @@ class PreviousAnswers:
     temperature: Float32Array
     top_p: Float32Array
     top_k: Int64Array
+    top: TopTokens | None
 
     @classmethod
     def of(cls, prompts: Sequence[PastPrompt]) -> PreviousAnswers:
@@ -98,8 +107,7 @@ class PreviousAnswers:
             key = prompt_hash(prompt.prompt_ids)
             for answer in prompt.answers:
                 known = latest.get((key, answer.sample))
-                complete = answer.finish_reason in ("stop", "length") and len(answer.token_ids)
-                if complete and (known is None or answer.visit < known.visit):
+                if answer.complete and (known is None or answer.visit < known.visit):
                     latest[key, answer.sample] = answer
         slots = sorted(latest)
         answers = [latest[slot] for slot in slots]
@@ -119,6 +127,7 @@ class PreviousAnswers:
             temperature=np.array([a.temperature for a in answers], np.float32),
             top_p=np.array([a.top_p for a in answers], np.float32),
             top_k=np.array([a.top_k for a in answers], np.int64),
+            top=TopTokens.join([a.top for a in answers], [len(a.token_ids) for a in answers]),
         )
 
     def find(self, key: int, sample: int) -> int:
@@ -139,7 +148,8 @@ class PreviousAnswers:
     @property
     def nbytes(self) -> int:
         """Memory of all arrays in bytes."""
-        return sum(getattr(self, name).nbytes for name in self.__slots__)
+        arrays = [getattr(self, name) for name in self.__slots__]
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -230,6 +240,11 @@ def build_pack(
                 raise UserError(
                     f"an answer of sample slot {answer.sample} has {len(answer.token_ids)} tokens and "
                     f"{len(answer.logprobs)} logprobs: the history that it was read from is damaged"
+                )
+            if answer.top is not None and len(answer.top.ids) != len(answer.token_ids):
+                raise UserError(
+                    f"an answer of sample slot {answer.sample} has {len(answer.token_ids)} tokens and the likeliest "
+                    f"ones of {len(answer.top.ids)} places: the history that it was read from is damaged"
                 )
     keys = sorted(owners)
     known = indexes or {}

@@ -142,8 +142,16 @@ class DraftRetriever:
         return made
 
     def _answers(self, prompt_ids: Int32Array) -> list[PastAnswer]:
-        visits = self._store.visits(prompt_ids, self._options.window)
-        return [past_answer(answer, age) for age, visit in enumerate(visits) for answer in visit]
+        """The answers in the window; of each slot the one that may be reused keeps its likeliest tokens."""
+        served: set[int] = set()
+        past: list[PastAnswer] = []
+        for age, visit in enumerate(self._store.visits(prompt_ids, self._options.window)):
+            for answer in visit:
+                keep_top = self._options.top_tokens > 0 and answer.sample_idx not in served
+                past.append(past_answer(answer, age, keep_top=keep_top))
+                if past[-1].complete:
+                    served.add(answer.sample_idx)
+        return past
 
     def _forget(self, key: int) -> None:
         held = self._indexes.pop(key, None)
@@ -181,8 +189,11 @@ class DraftRetriever:
         return self._nearest
 
 
-def past_answer(answer: Answer, visit: int) -> PastAnswer:
-    """Return a stored answer as drafts need it: copied, and cut at the first token that the policy did not write."""
+def past_answer(answer: Answer, visit: int, *, keep_top: bool = False) -> PastAnswer:
+    """Return a stored answer as drafts need it: copied, and cut at the first token that the policy did not write.
+
+    The likeliest tokens at each place, which take most of the space, come along with ``keep_top`` only.
+    """
     mask = answer.policy_mask()
     end = len(mask) if mask.all() else int(mask.argmin())
     return PastAnswer(
@@ -195,9 +206,11 @@ def past_answer(answer: Answer, visit: int) -> PastAnswer:
         temperature=answer.temperature,
         top_p=answer.top_p,
         top_k=answer.top_k,
+        top=answer.top.part(0, end).copy() if keep_top and answer.top is not None else None,
     )
 
 
 def _size(prompt: PastPrompt, index: Automaton | None) -> int:
     held = sum(answer.token_ids.nbytes + answer.logprobs.nbytes for answer in prompt.answers)
+    held += sum(answer.top.nbytes for answer in prompt.answers if answer.top is not None)
     return held + (0 if index is None else index.nbytes)

@@ -61,7 +61,7 @@ class DraftRetrievalWorker:
         if history is None:
             self._ready.set()
             return
-        store = HistoryStore(history, tokenizer_fingerprint)
+        store = HistoryStore(history, tokenizer_fingerprint, keep_top=options.top_tokens > 0)
         # Indexes compile for seconds the first time, and nobody has to wait for that.
         threading.Thread(target=self._prepare, args=(store, options), name="prepare-drafts", daemon=True).start()
 

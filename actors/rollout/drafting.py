@@ -13,6 +13,7 @@ import numpy.typing as npt
 from actors.rollout.engine import Drafts, DraftSource, Request, RunningRows
 from actors.rollout.row_table import RowTable
 from actors.rollout.verification import LenientDrafts
+from storage.records import TopTokens
 
 T = TypeVar("T")
 
@@ -118,13 +119,27 @@ class Drafting:
         shape = None if drafts.logprobs is None else drafts.logprobs.shape
         if drafts.lenience is None or drafts.logprobs is None or shape != drafts.tokens.shape:
             raise ValueError(f"lenient drafts need log-probabilities of shape {drafts.tokens.shape}, not {shape}")
+        tops = () if drafts.tops is None else tuple(self._top(drafts.tops[i], int(lengths[i])) for i in at.tolist())
         verified = LenientDrafts(
             rows=np.cumsum(stay)[at] - 1,
             lenience=drafts.lenience[at].astype(np.float64),
             logprobs=drafts.logprobs[at, :width],
             cut=cut[at],
+            tops=tops,
         )
         return Proposal(proposal.rows, proposal.drafts, proposal.lengths, verified)
+
+    def _top(self, top: TopTokens | None, length: int) -> TopTokens | None:
+        """Check the likeliest tokens of a draft that is verified as far as ``length``; ids beyond the vocabulary go."""
+        if top is None:
+            return None
+        if top.ids.ndim != 2 or top.ids.shape != top.logprobs.shape or len(top.ids) < length:
+            raise ValueError(
+                f"likeliest tokens of shape {top.ids.shape}, with log-probabilities of shape {top.logprobs.shape}, for "
+                f"a lenient draft of {length} tokens"
+            )
+        ids = top.ids[:length]
+        return TopTokens(ids=np.where(ids < self._vocabulary, ids, np.int32(-1)), logprobs=top.logprobs[:length])
 
     def _guarded(self, call: Callable[[], T], otherwise: T) -> T:
         """Call the source; after an exception it is gone, for speed must never cost a run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
+Redraw = Callable[[Int64Array, Int64Array, Float32Array], tuple[Int64Array, Float32Array]]
+"""Maps draws int64[r] of a pass, with token ids int64[r, m] and log q of them float32[r, m], to a token drawn from each
+residual, int64[r], and log p of it, float32[r]."""
+
 
 class Emission:
     """What one pass emits.
@@ -26,6 +31,7 @@ class Emission:
         accepted: int64[d], draft tokens among them.
         stopped, failed: bool[d], rows that ended with a stop token or text; rows whose next token is not computable.
         turned: bool[d], rows that the active weights go on with; what was drawn behind the place is not emitted.
+        residual_draws, residual_tail: As in :class:`actors.rollout.engine.StepStats`.
     """
 
     def __init__(
@@ -36,6 +42,9 @@ class Emission:
         logprobs: Float32Array,
         scored: Float32Array | None,
         version: int,
+        *,
+        top: tuple[Int64Array, Float32Array] | None = None,
+        redraw: Redraw | None = None,
     ) -> None:
         """Append the tokens to their rows.
 
@@ -46,10 +55,15 @@ class Emission:
             logprobs: float32 of the same length; not finite where the logits were not.
             scored: float32 of the same length, log-probabilities of ``work.wanted()``.
             version: Version of the weights.
+            top: int64 and float32[len(work.logit_index), K], the likeliest tokens of each draw; ``None`` when they are
+                not recorded.
+            redraw: Draws from the residuals of rejected lenient drafts; ``None``: the plain draws stand.
         """
         table, rows = pool.table, work.drawing
+        self.residual_draws, self.residual_tail = 0, 0.0
+        self._top, self._redraw = top, redraw
         self._pool, self._rows, self._version = pool, rows, version
-        counts = work.draft_lengths + 1
+        counts = self._counts = work.draft_lengths + 1
         steps = np.arange(int(counts.max()))
         real = steps < counts[:, None]
         tokens = np.full(real.shape, -1, np.int64)
@@ -108,10 +122,28 @@ class Emission:
         positions = (table.length[rows] - table.prompt[rows])[:, None] + steps
         uniforms = acceptance_uniforms(position_keys(table.key[rows][:, None], positions))
         kept = leniently_kept_counts(policy, lenient.logprobs, lenient.lenience, uniforms, lengths)
+        self._draw_residuals(work, lenient, kept, tokens, scores)
         inside = steps < kept[:, None]
         tokens[at, :-1] = np.where(inside, work.drafts[at], tokens[at, :-1])
         scores[at, :-1] = np.where(inside, policy, scores[at, :-1])
         return kept
+
+    def _draw_residuals(
+        self, work: Pass, lenient: LenientDrafts, kept: Int64Array, tokens: Int64Array, scores: Float32Array
+    ) -> None:
+        """Overwrite the tokens drawn at first rejected positions by draws from the residual, where q is known there."""
+        at = lenient.rows
+        known = lenient.residual_at(kept, work.draft_lengths[at], work.drafts[at])
+        # A greedy row's law is a point mass: what it draws is all that a residual could leave.
+        warm = self._pool.table.temperature[self._rows[at[known.places]]] > 0
+        if self._redraw is None or not warm.any():
+            return
+        places = at[known.places][warm]
+        steps = kept[known.places][warm]
+        draws = (np.cumsum(self._counts) - self._counts)[places] + steps
+        drawn, logprobs = self._redraw(draws, known.ids[warm], known.logprobs[warm])
+        tokens[places, steps], scores[places, steps] = drawn, logprobs
+        self.residual_draws, self.residual_tail = len(places), float(known.tail_mass[warm].sum())
 
     def _cut_at_handovers(self, tokens: Int64Array) -> None:
         """Cut what rows emit behind the token that hands them over to the active weights."""
@@ -135,6 +167,9 @@ class Emission:
         columns = (table.length[rows][:, None] + steps)[inside]
         table.tokens[lines, columns] = tokens[inside]
         table.logprobs[lines, columns] = scores[inside]
+        if table.top is not None and self._top is not None:
+            draws = ((np.cumsum(self._counts) - self._counts)[:, None] + steps)[inside]
+            table.top.put(lines, columns - table.prompt[lines], self._top[0][draws], self._top[1][draws])
         table.length[rows] += self.emitted
 
     def _cut_at_texts(self) -> None:

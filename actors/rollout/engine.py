@@ -14,7 +14,15 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from storage.records import FinishReason, Float32Array, Int32Array, SamplingParams, Segment, WeightsManifest
+from storage.records import (
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    SamplingParams,
+    Segment,
+    TopTokens,
+    WeightsManifest,
+)
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -120,6 +128,8 @@ class StepStats:
         seconds: Wall-clock duration, pacing excluded.
         paced_seconds: Duration including the pacing sleep; equals ``seconds`` without pacing.
         passes: Forward passes of the step; more than one while rows are written under older weights.
+        residual_draws: Rejected tokens of lenient drafts that a draw from the residual replaced; residual_tail: mass of
+            the drafters' laws that was unknown in these draws, summed.
     """
 
     rows: int
@@ -132,6 +142,8 @@ class StepStats:
     seconds: float
     paced_seconds: float
     passes: int = 1
+    residual_draws: int = 0
+    residual_tail: float = 0.0
 
 
 class StepObserver(Protocol):
@@ -169,6 +181,8 @@ class Drafts:
     draft token x is kept with probability min(1, lenience * p(x) / q(x)), p being what the row would be sampled from;
     at the first token that is not kept the answer goes on with a draw from p. That is biased. As published, a draft is
     over then, even where the token drawn happens to be the draft's: not to propose the rest is up to the source.
+    Where the source knows the likeliest tokens of q, the draw is from the residual max(0, p - q) instead (see
+    :mod:`actors.rollout.verification`).
 
     A pass has a bound on its tokens. A lenient draft that is cut there is not over: when all of the cut is kept, the
     row draws nothing behind it, and the source is asked for the rest in the next pass.
@@ -180,12 +194,15 @@ class Drafts:
             exactly.
         logprobs: float32[n, width], log q of the draft's tokens under the law that drew them; lenient rows need it.
             A token with a value of NaN is not kept.
+        tops: For each row the likeliest tokens of q at each place of its draft, ``None`` where they are unknown or not
+            to be used; ``None`` for all. Views will do; only lenient rows are looked at.
     """
 
     tokens: Int32Array
     lengths: Int64Array
     lenience: Float32Array | None = None
     logprobs: Float32Array | None = None
+    tops: Sequence[TopTokens | None] | None = None
 
 
 class DraftSource(Protocol):

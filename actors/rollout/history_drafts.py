@@ -91,6 +91,7 @@ class HistoryDrafts:
         self._accepted = np.zeros(len(SOURCES) + 1, np.int64)
         self._drafts = 0
         self._emitted = self._row_passes = 0
+        self._residual_draws, self._residual_tail = 0, 0.0
 
     def add_pack(self, pack: DraftPack) -> None:
         """Take over a pack; requests registered from now on draw on it. A pack nobody draws on any more is dropped."""
@@ -204,6 +205,8 @@ class HistoryDrafts:
         self._fit.observe(stats)
         self._emitted += stats.emitted
         self._row_passes += stats.rows
+        self._residual_draws += stats.residual_draws
+        self._residual_tail += stats.residual_tail
         cost = self.cost
         # A pass that also reuses whole answers says nothing of what the other drafts bring.
         if cost is not None and not self._lenient_pass:
@@ -216,6 +219,9 @@ class HistoryDrafts:
         for kind, name in enumerate((*SOURCES, "lenient")):
             values[f"drafted_{name}"] = float(self._drafted[kind])
             values[f"accepted_{name}"] = float(self._accepted[kind])
+        if self._options.top_tokens:
+            values["residual_draws"] = float(self._residual_draws)
+            values["residual_tail"] = self._residual_tail
         drafted = int(self._drafted.sum())
         values["acceptance"] = int(self._accepted.sum()) / drafted if drafted else math.nan
         values["acceptance_length"] = 1 + int(self._accepted.sum()) / self._drafts if self._drafts else math.nan

@@ -12,6 +12,7 @@ from actors.drafts.options import SpeculationOptions
 from actors.drafts.pack import PreviousAnswers
 from actors.rollout.engine import Drafts, Request, RunningRows
 from actors.rollout.pack_shelf import Binding
+from storage.records import TopTokens
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
@@ -35,6 +36,7 @@ class LenientReuse:
         self._log_lenience = options.log_lenience
         self._fresh_share = options.fresh_share
         self._max_age = options.max_age
+        self._residual = options.residual
         self._rows: dict[int, _Reuse] = {}
 
     @property
@@ -89,12 +91,15 @@ class LenientReuse:
         tokens[:, : exact.tokens.shape[1]] = exact.tokens
         lengths = exact.lengths.copy()
         logprobs = np.zeros((len(lenient), width), np.float32)
+        tops: list[TopTokens | None] = [None] * len(lenient)
         for i, answers, begin, end in parts:
             lengths[i] = end - begin
             tokens[i, : end - begin] = answers.tokens[begin:end]
             logprobs[i, : end - begin] = answers.logprobs[begin:end]
+            if self._residual and answers.top is not None:
+                tops[i] = answers.top.part(begin, end)
         lenience = np.where(lenient, self._log_lenience, np.nan).astype(np.float32)
-        return Drafts(tokens, lengths, lenience, logprobs), lenient
+        return Drafts(tokens, lengths, lenience, logprobs, tops), lenient
 
     def observe(self, handles: Int64Array, drafted: Int64Array, accepted: Int64Array) -> None:
         """Note what was kept; a row that kept all it was shown is shown the rest."""

@@ -60,8 +60,9 @@ class RowPool:
         version: int,
         decode: Callable[[Sequence[int]], str] | None,
         drafting: Drafting,
+        top_tokens: int = 0,
     ) -> None:
-        self.table = RowTable(rows)
+        self.table = RowTable(rows, top_tokens)
         self.cache = SlotCache(rows, max_length)
         self.version = version
         self.opening = version

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from actors.rollout.engine import Request
 from actors.rollout.stopping import StopStrings
+from actors.rollout.top_table import TopTable
 from storage.records import Int32Array, Segment, SegmentSource
 
 Int64Array = npt.NDArray[np.int64]
@@ -65,9 +66,10 @@ class RowTable:
         stop_ids: int64[rows, ids], ids that end the answer, padded with -1.
         watched: bool[rows], True for rows with stop strings.
         drafted, accepted, passes: int64[rows], counters.
+        top: The likeliest tokens at each place of the answers; ``None`` where they are not recorded.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, top_tokens: int = 0) -> None:
         self.rows: list[Row | None] = [None] * rows
         self.tokens = np.zeros((rows, 64), np.int32)
         self.logprobs = np.zeros((rows, 64), np.float32)
@@ -91,6 +93,7 @@ class RowTable:
         self.drafted = np.zeros(rows, np.int64)
         self.accepted = np.zeros(rows, np.int64)
         self.passes = np.zeros(rows, np.int64)
+        self.top = TopTable(rows, top_tokens) if top_tokens else None
 
     def open(self, index: int, request: Request, *, key: int, limit: int, slot: int, stops: StopStrings | None) -> None:
         """Fill row ``index`` for ``request``; nothing of it is cached yet."""
@@ -125,6 +128,8 @@ class RowTable:
         self.stop_ids[index, : len(ids)] = ids
         self.watched[index] = stops is not None
         self.drafted[index] = self.accepted[index] = self.passes[index] = 0
+        if self.top is not None:
+            self.top.open(index, request.prefix)
 
     def reserve(self, columns: int) -> None:
         """Make room for rows of ``columns`` tokens."""
@@ -183,6 +188,7 @@ class RowTable:
                 version=version,
                 token_ids=self.tokens[index, first + begin : first + end].copy(),
                 logprobs=self.logprobs[index, first + begin : first + end].copy(),
+                top=None if self.top is None else self.top.part(index, begin, end),
             )
             for (begin, source, version), end in zip(marks, ends, strict=True)
             if end > begin

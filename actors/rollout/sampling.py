@@ -13,6 +13,8 @@ Lea and Flood, OOPSLA 2014).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,6 +25,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A, _MIX_B = 0x7FEB352D, 0x846CA68B - (1 << 32)
 # Sets the uniforms that decide on drafts apart from the noise that tokens are drawn with.
 _ACCEPTANCE_SALT = 0xD1B54A32D192ED03
+# Sets the noise of draws from a residual apart from that of the plain draw at the same position.
+_RESIDUAL_SALT = 0xA0761D6478BD642F
 # Elements per piece on a CPU: 2 MB, so that the dozen passes over a piece stay in the cache; pieces are few enough
 # for threads to meet rarely (on a shared machine each meeting can cost a time slice).
 _CHUNK = 1 << 19
@@ -55,6 +59,31 @@ def acceptance_uniforms(keys: UInt64Array) -> npt.NDArray[np.float64]:
     """Return a uniform number in (0, 1) for each position key, of 53 bits and independent of the token noise."""
     bits = splitmix64(keys ^ np.uint64(_ACCEPTANCE_SALT)) >> np.uint64(11)
     return (bits.astype(np.float64) + 0.5) * 2.0**-53
+
+
+def residual_keys(keys: UInt64Array) -> UInt64Array:
+    """Return the keys of the noise that residuals are drawn with, uint64[n], independent of that of plain draws."""
+    return splitmix64(keys ^ np.uint64(_RESIDUAL_SALT))
+
+
+class Draws(NamedTuple):
+    """One token drawn from each row of logits.
+
+    Attributes:
+        tokens: int64[n].
+        logprobs: float32[n] under the processed distribution (temperature, then top-k, then top-p over what top-k left,
+            renormalised); 0 for greedy rows, not finite for a row with a logit of NaN or +inf.
+        scored: float32[n], log-probabilities of the tokens that were asked about: -inf for one that the distribution
+            cuts, in greedy rows for all but the drawn one. ``None`` when none were.
+        top_ids: int64[n, K], the K likeliest tokens of each row, -1 where there are fewer; ``None`` unless asked for.
+        top_logprobs: float32[n, K], -inf where the id is -1.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    scored: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
 
 
 class Sampler:
@@ -105,12 +134,10 @@ class Sampler:
             top_k: int64[n]; 0 keeps all.
 
         Returns:
-            Tokens int64[n], and float32[n] log-probabilities of the processed distribution (temperature, then top-k,
-            then top-p over what top-k left, renormalised); 0 for greedy rows. A row with a logit of NaN or +inf has a
-            non-finite log-probability.
+            Tokens int64[n] and log-probabilities float32[n], as in :class:`Draws`.
         """
-        tokens, logprobs, _ = self.sample_and_score(logits, keys, temperature, top_p, top_k, None)
-        return tokens, logprobs
+        drawn = self.sample_and_score(logits, keys, temperature, top_p, top_k, None)
+        return drawn.tokens, drawn.logprobs
 
     def sample_and_score(
         self,
@@ -120,32 +147,64 @@ class Sampler:
         top_p: npt.NDArray[np.float32],
         top_k: npt.NDArray[np.int64],
         wanted: npt.NDArray[np.int64] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        top: int = 0,
+    ) -> Draws:
         """Draw as :meth:`sample` does, and say how likely other tokens were.
 
         Args:
             logits, keys, temperature, top_p, top_k: As for :meth:`sample`.
             wanted: int64[n], a token of each row; ``None`` for none.
-
-        Returns:
-            Tokens and log-probabilities as :meth:`sample` returns them, and float32[n] log-probabilities of ``wanted``
-            under the processed distribution: -inf for a token that it cuts, in greedy rows for all but the drawn one.
+            top: How many of the likeliest tokens of each row to return; cut to the vocabulary.
         """
+        top = min(top, self.vocabulary)
         rows = len(keys)
         asked = None if wanted is None else torch.from_numpy(wanted).to(logits.device)
         if not temperature.any():
             tokens, zeros = _greedy(logits)
-            return tokens, zeros, None if asked is None else _point_mass(tokens, asked)
+            scored = None if asked is None else _point_mass(tokens, asked)
+            return Draws(tokens, zeros, scored, *(_only(tokens, top) if top else ()))
         step = max(1, (_CHUNK if logits.device.type == "cpu" else _DEVICE_CHUNK) // self.vocabulary)
         if rows <= step:
-            return self._draw(logits, keys, temperature, top_p, top_k, asked)
+            return self._draw(logits, keys, temperature, top_p, top_k, asked, top)
         parts = []
         for start in range(0, rows, step):
             part = slice(start, start + step)
             some = None if asked is None else asked[part]
-            parts.append(self._draw(logits[part], keys[part], temperature[part], top_p[part], top_k[part], some))
-        scored = None if asked is None else torch.cat([p[2] for p in parts if p[2] is not None])
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), scored
+            parts.append(self._draw(logits[part], keys[part], temperature[part], top_p[part], top_k[part], some, top))
+        return Draws(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.logprobs for part in parts]),
+            *(_joined([part[field] for part in parts]) for field in (2, 3, 4)),
+        )
+
+    def sample_residual(
+        self,
+        logits: torch.Tensor,
+        keys: UInt64Array,
+        temperature: npt.NDArray[np.float32],
+        top_p: npt.NDArray[np.float32],
+        top_k: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a token from the residual max(0, p - q) of each row, see :func:`residual_weights`.
+
+        Args:
+            logits, keys, temperature, top_p, top_k: As for :meth:`sample`; no row is greedy. The noise is another than
+                that of the plain draw with the same key.
+            ids: int64[n, m], tokens of which q is known; -1 for none.
+            logprobs: float32[n, m], log q of them.
+
+        Returns:
+            Tokens int64[n], and log p of them, float32[n]: the residual decides which is drawn, but what the token is
+            worth under the policy is what the loss needs.
+        """
+        probabilities = processed_probabilities(logits, temperature, top_p, top_k)
+        device = logits.device
+        known = torch.from_numpy(ids).to(device), torch.from_numpy(logprobs).to(device)
+        weights = residual_weights(probabilities, *known)
+        tokens = weights.div_(self.exponentials(residual_keys(keys))).argmin(dim=-1)
+        return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log_()
 
     def _draw(
         self,
@@ -155,7 +214,8 @@ class Sampler:
         top_p: npt.NDArray[np.float32],
         top_k: npt.NDArray[np.int64],
         wanted: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        top: int,
+    ) -> Draws:
         probabilities = processed_probabilities(logits, temperature, top_p, top_k)
         scores = self.exponentials(keys)
         # Both are reciprocal races: the largest p / E is the smallest p / -E.
@@ -163,6 +223,7 @@ class Sampler:
         tokens = scores.argmin(dim=-1)
         logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log_()
         scored = None if wanted is None else probabilities.gather(1, wanted[:, None])[:, 0].log_()
+        best_ids, best_logprobs = _likeliest(probabilities, top) if top else (None, None)
         greedy = temperature == 0
         if greedy.any():
             mask = torch.from_numpy(greedy).to(logits.device)
@@ -170,7 +231,11 @@ class Sampler:
             tokens, logprobs = torch.where(mask, best, tokens), torch.where(mask, zero, logprobs)
             if scored is not None and wanted is not None:
                 scored = torch.where(mask, _point_mass(best, wanted), scored)
-        return tokens, logprobs, scored
+            if best_ids is not None and best_logprobs is not None:
+                only_ids, only_logprobs = _only(best, top)
+                best_ids = torch.where(mask[:, None], only_ids, best_ids)
+                best_logprobs = torch.where(mask[:, None], only_logprobs, best_logprobs)
+        return Draws(tokens, logprobs, scored, best_ids, best_logprobs)
 
 
 def processed_probabilities(
@@ -196,6 +261,29 @@ def processed_probabilities(
     return probabilities
 
 
+def residual_weights(probabilities: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return max(0, p - q), what is left for a token to be drawn from where a draft from q was not kept.
+
+    A token of the draft is kept with mass min(p, q); p - min(p, q) is what it lacks (Leviathan, Kalman and Matias,
+    arXiv 2211.17192, theorem 1; Chen et al., arXiv 2302.01318). Where q is not known it counts as 0. That moves the law
+    of the token by no more than the unknown mass of q, in total variation: with R = sum of max(0, p - q) and e what the
+    weights have too much, e <= that mass, the draw happens with probability R and is off by e / (R + e) at most.
+
+    Args:
+        probabilities: float[n, V], p.
+        ids: int64[n, m], tokens of which q is known, in any order and also twice; -1 for none.
+        logprobs: float[n, m], log q of them.
+
+    Returns:
+        float[n, V], not normalised; p itself in rows where nothing is left.
+    """
+    q = torch.zeros_like(probabilities)
+    values = logprobs.to(q.dtype).exp().masked_fill_(ids < 0, 0.0)
+    q.scatter_reduce_(1, ids.clamp(min=0), values, "amax")
+    weights = (probabilities - q).clamp_(min=0.0)
+    return torch.where(weights.sum(dim=-1, keepdim=True) > 0, weights, probabilities)
+
+
 def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best, tokens = logits.float().max(dim=-1)
     # x - x is 0 for a finite x and NaN otherwise.
@@ -205,6 +293,25 @@ def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _point_mass(tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Log-probabilities float32[n] of ``wanted`` when each row has nothing but its token."""
     return torch.zeros(len(tokens), device=tokens.device).masked_fill_(tokens != wanted, float("-inf"))
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
+
+
+def _likeliest(probabilities: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top`` likeliest tokens int64[n, top] of each row and their log-probabilities; -1 where p is 0."""
+    values, ids = probabilities.topk(top, dim=-1)
+    return ids.masked_fill_(values <= 0, -1), values.log_()
+
+
+def _only(tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows that have nothing but their token."""
+    ids = torch.full((len(tokens), top), -1, device=tokens.device)
+    logprobs = torch.full((len(tokens), top), float("-inf"), device=tokens.device)
+    ids[:, 0], logprobs[:, 0] = tokens, 0.0
+    return ids, logprobs
 
 
 def _keep_top_k(logits: torch.Tensor, top_k: npt.NDArray[np.int64]) -> torch.Tensor:

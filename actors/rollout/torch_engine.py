@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 
 class TorchEngine:
@@ -65,6 +66,7 @@ class TorchEngine:
         drafts: DraftSource | None = None,
         version: int = 0,
         prefill_tokens: int = 8192,
+        top_tokens: int = 0,
     ) -> None:
         """Load a model and make an empty engine.
 
@@ -79,6 +81,7 @@ class TorchEngine:
             drafts: Proposes continuations that are verified; ``None`` decodes one token a pass.
             version: Version of the weights at ``model_path``.
             prefill_tokens: Most prompt, prefix and draft tokens in one pass; longer work is spread over several.
+            top_tokens: Likeliest tokens to record at each place of an answer; 0: none.
 
         Raises:
             UserError: The model is not one that this engine can run.
@@ -103,7 +106,9 @@ class TorchEngine:
             version=version,
             decode=None if tokenizer is None else _decoder(tokenizer),
             drafting=self._drafting,
+            top_tokens=top_tokens,
         )
+        self._top_tokens = top_tokens
         self._planner = PassPlanner(self._pool, self._drafting, prefill_tokens)
         self._sampler = Sampler(self._model.vocabulary, self._model.device)
         self._observers: list[StepObserver] = []
@@ -189,6 +194,8 @@ class TorchEngine:
             seconds=seconds,
             paced_seconds=seconds,
             passes=len(done),
+            residual_draws=sum(e.residual_draws for e in emissions),
+            residual_tail=sum(e.residual_tail for e in emissions),
         )
         for observer in self._observers:
             observer(stats)
@@ -282,19 +289,26 @@ class TorchEngine:
         counts = work.draft_lengths + 1
         rows = np.repeat(work.drawing, counts)
         ahead = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        keys = position_keys(table.key[rows], table.length[rows] - table.prompt[rows] + ahead)
+        temperature, top_p, top_k = table.temperature[rows], table.top_p[rows], table.top_k[rows]
         with torch.inference_mode():
-            drawn = self._sampler.sample_and_score(
-                logits,
-                position_keys(table.key[rows], table.length[rows] - table.prompt[rows] + ahead),
-                table.temperature[rows],
-                table.top_p[rows],
-                table.top_k[rows],
-                work.wanted(),
+            draws = self._sampler.sample_and_score(
+                logits, keys, temperature, top_p, top_k, work.wanted(), self._top_tokens
             )
-        tokens, logprobs, scored = (None if t is None else t.cpu().numpy() for t in drawn)
+        tokens, logprobs, scored, ids, likely = (None if t is None else t.cpu().numpy() for t in draws)
         assert tokens is not None
         assert logprobs is not None
-        emission = Emission(pool, work, tokens, logprobs, scored, version)
+
+        def redraw(some: Int64Array, ids: Int64Array, scores: Float32Array) -> tuple[Int64Array, Float32Array]:
+            there = torch.from_numpy(some).to(model.device)
+            with torch.inference_mode():
+                drawn = self._sampler.sample_residual(
+                    logits[there], keys[some], temperature[some], top_p[some], top_k[some], ids, scores
+                )
+            return drawn[0].cpu().numpy(), drawn[1].cpu().numpy()
+
+        top = None if ids is None or likely is None else (ids, likely)
+        emission = Emission(pool, work, tokens, logprobs, scored, version, top=top, redraw=redraw)
         self._drafting.observe(work.drawing, work.draft_lengths, emission.accepted)
         return emission
 

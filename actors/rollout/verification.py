@@ -7,16 +7,26 @@ is keyed by position the drawn tokens are moreover those of plain decoding, one 
 Leniently: SPEC-RL (arXiv 2509.23232, algorithm 1) keeps draft token x with probability min(1, lenience * p(x) / q(x)),
 where q is the law that drew x, and goes on at the first rejected position with a plain draw from p. Were x a draw from
 q, the token at a position would have the law min(q, lenience * p) + (1 - sum of that) * p, which is p only where q = p:
-what lost probability since is written too often. (The residual draw of exact speculative sampling needs the whole of q;
-and after training on x, x is no independent draw of q any more.)
+what lost probability since is written too often.
+
+With the residual, the token at the first rejected position is drawn from norm(max(0, p - q)) instead. At lenience 1,
+and where all of q is known, the law is then exactly p if x is a draw from q that is independent of p (arXiv 2211.17192,
+2302.01318). In reinforcement learning it is not: p was trained on x, so given p, x is no draw from q any more, and
+answers that were rewarded are kept more often than p would write them. So this, too, is biased, if less.
+
+Of q the likeliest tokens are known, and the draft's own. What is beyond counts as 0, an error of at most the mass of q
+there (:func:`actors.rollout.sampling.residual_weights`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from storage.records import TopTokens
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -33,12 +43,61 @@ class LenientDrafts:
         logprobs: float32[m, longest], log q of the draft tokens.
         cut: bool[m], True where the draft goes on behind what this pass verifies: no token is drawn behind it when all
             of it is kept.
+        tops: For each of them the likeliest tokens of q, a row for each draft token; ``None`` where a draw from p
+            stands in for the first rejected token.
     """
 
     rows: Int64Array
     lenience: Float64Array
     logprobs: npt.NDArray[np.float32]
     cut: npt.NDArray[np.bool_]
+    tops: Sequence[TopTokens | None] = ()
+
+    def residual_at(self, kept: Int64Array, lengths: Int64Array, drafts: Int64Array) -> Residuals:
+        """Return what is known of q where drafts were rejected, for those that go on from the residual.
+
+        Args:
+            kept: int64[m], draft tokens kept; lengths: int64[m], draft tokens verified.
+            drafts: int64[m, longest], the draft tokens.
+        """
+        places: list[int] = []
+        known: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = []
+        for i in np.flatnonzero(kept < lengths).tolist():
+            top, at = self.tops[i] if self.tops else None, int(kept[i])
+            # Without the draft token's own probability nothing says why it was rejected.
+            if top is not None and top.ids[at].max(initial=-1) >= 0 and not np.isnan(self.logprobs[i, at]):
+                places.append(i)
+                known.append((top.ids[at], top.logprobs[at]))
+        width = max((len(ids) for ids, _ in known), default=0)
+        ids = np.full((len(places), width + 1), -1, np.int64)
+        logprobs = np.full(ids.shape, -np.inf, np.float32)
+        for row, (i, (some, values)) in enumerate(zip(places, known, strict=True)):
+            ids[row, : len(some)], logprobs[row, : len(some)] = some, values
+            if drafts[i, kept[i]] not in some:
+                ids[row, -1], logprobs[row, -1] = drafts[i, kept[i]], self.logprobs[i, kept[i]]
+        return Residuals(np.array(places, np.int64), ids, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """What is known of q at the first rejected positions of some leniently verified drafts.
+
+    Attributes:
+        places: int64[r], their places among the leniently verified ones.
+        ids: int64[r, K + 1], tokens of which q is known, each once; -1 for none.
+        logprobs: float32[r, K + 1], log q of them.
+    """
+
+    places: Int64Array
+    ids: Int64Array
+    logprobs: npt.NDArray[np.float32]
+
+    @property
+    def tail_mass(self) -> Float64Array:
+        """float64[r], mass of q on tokens of which it is not known; bounds the error of each draw's law."""
+        known = np.where(self.ids >= 0, np.exp(self.logprobs.astype(np.float64)), 0.0)
+        tail: Float64Array = np.maximum(0.0, 1.0 - known.sum(axis=1))
+        return tail
 
 
 def accepted_counts(drawn: Int64Array, drafts: Int64Array, lengths: Int64Array) -> Int64Array:

@@ -82,6 +82,7 @@ class RolloutWorker:
             tokenizer=self._tokenizer,
             drafts=self._drafts,
             version=version,
+            top_tokens=speculation.top_tokens,
         )
         if options.pacing.profile != "off":
             engine = PacedEngine(engine, options.pacing)
@@ -326,7 +327,7 @@ class RolloutWorker:
         return Sample(
             key=assignment.key,
             index=index,
-            segments=item.segments,
+            segments=item.segments if assignment.key.split == TRAIN_SPLIT else _bare(item.segments),
             text=self._tokenizer.decode(tokens, skip_special_tokens=True),
             finish_reason=reason,
             error=item.error,
@@ -407,6 +408,11 @@ class _Written:
             tokens = sum(len(segment.token_ids) for segment in item.segments)
             return "abort" if tokens < assignment.sampling.max_tokens else "length"
         return item.finish_reason
+
+
+def _bare(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Drop the likeliest tokens, most of the bytes: nobody reuses what is not training."""
+    return tuple(segment if segment.top is None else replace(segment, top=None) for segment in segments)
 
 
 def _draft_source(options: SpeculationOptions, version: int) -> HistoryDrafts | None:

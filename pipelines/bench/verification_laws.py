@@ -17,6 +17,10 @@ from actors.rollout.verification import accepted_counts, leniently_kept_counts
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
+Redraw = Callable[[Float64Array, Float64Array, Int64Array], Float64Array]
+"""Maps p and q float64[n, V] of some places and the draft tokens int64[n] rejected there to the law of the token that
+stands there instead, float64[n, V]."""
+
 # How far to either side of its threshold, relatively, a uniform number stands in for all that lie there.
 _SIDE = 1e-9
 # Cells of a chi-square test that expect fewer counts are merged.
@@ -94,10 +98,53 @@ def lenient_rule_error(
     log_lenience: float,
     verify: Callable[..., Int64Array] = leniently_kept_counts,
 ) -> float:
-    """Return how far the enumerated law of the lenient rule is from :func:`lenient_law`: the largest difference.
+    """Return how far the enumerated law of the lenient rule is from :func:`lenient_law`: the largest difference."""
+    law = enumerated_law(policy, drafter, log_lenience, verify)
+    return float(np.abs(law - lenient_law(policy, drafter, log_lenience).joint).max())
+
+
+def residual_rule_error(policy: TokenLaw, drafter: TokenLaw, known: int) -> float:
+    """Return how far the policy's law of two tokens moves when the lenient rule at lenience 1 goes on from residuals.
+
+    Args:
+        policy, drafter: Laws of the policy and of the drafts, which do not depend on each other.
+        known: Likeliest tokens of the drafter's law that the residual knows; with all of them nothing may move.
+
+    Returns:
+        The largest difference of a cell.
+    """
+    law = enumerated_law(policy, drafter, 0.0, redraw=residual_redraw(known))
+    return float(np.abs(law - policy.joint).max())
+
+
+def residual_redraw(known: int) -> Redraw:
+    """Return the residual rule that knows the ``known`` likeliest tokens of q, and the rejected one."""
+    import torch
+
+    from actors.rollout.sampling import residual_weights
+
+    def redraw(p: Float64Array, q: Float64Array, rejected: Int64Array) -> Float64Array:
+        ids = np.concatenate([np.argsort(-q, axis=1)[:, :known], rejected[:, None]], axis=1)
+        with np.errstate(divide="ignore"):
+            scores = np.log(np.take_along_axis(q, ids, axis=1))
+        weights: Float64Array = residual_weights(*(torch.from_numpy(part) for part in (p, ids, scores))).numpy()
+        weights /= weights.sum(axis=1, keepdims=True)
+        return weights
+
+    return redraw
+
+
+def enumerated_law(
+    policy: TokenLaw,
+    drafter: TokenLaw,
+    log_lenience: float,
+    verify: Callable[..., Int64Array] = leniently_kept_counts,
+    redraw: Redraw | None = None,
+) -> Float64Array:
+    """Return the law of two tokens float64[V, V] under the lenient rule, by running through all that may happen.
 
     All drafts of two tokens and, for each token, uniform numbers on both sides of its threshold are run through
-    ``verify``; the token behind what is kept is drawn from the policy.
+    ``verify``; the token behind what is kept is drawn as ``redraw`` says, by default from the policy.
     """
     size = len(policy.first)
     drafts = np.indices((size, size)).reshape(2, -1).T
@@ -118,8 +165,19 @@ def lenient_rule_error(
             table = np.zeros((size, size))
             np.add.at(table, tuple(drafts[kept == count].T), mass[kept == count])
             masses.append(table)
-        law += masses[0].sum() * policy.joint + masses[1].sum(axis=1)[:, None] * policy.next + masses[2]
-    return float(np.abs(law - lenient_law(policy, drafter, log_lenience).joint).max())
+        # Mass by the rejected token, and the law of what stands there instead.
+        first = masses[0].sum(axis=1) @ _instead(policy.first[None], drafter.first[None], redraw)[0]
+        second = np.einsum("ax,axy->ay", masses[1], _instead(policy.next, drafter.next, redraw))
+        law += first[:, None] * policy.next + second + masses[2]
+    return law
+
+
+def _instead(p: Float64Array, q: Float64Array, redraw: Redraw | None) -> Float64Array:
+    """Laws float64[n, V, V] of the token that stands for each rejected token x (second axis) of each context."""
+    contexts, size = p.shape
+    rejected = np.tile(np.arange(size), contexts)
+    p, q = np.repeat(p, size, axis=0), np.repeat(q, size, axis=0)
+    return (p if redraw is None else redraw(p, q, rejected)).reshape(contexts, size, size)
 
 
 def total_variation(one: Float64Array, other: Float64Array) -> float:

@@ -295,6 +295,7 @@ def test_override_without_value_is_told_so(presets: Path) -> None:
         (["evaluation.sets.train=x"], "the name train is taken"),
         (["evaluation.sets={a/b: x}"], "'a/b' may hold letters"),
         (["data.system_prompt=hi", "model.chat_template=false"], "data.system_prompt needs a chat template"),
+        (["speculation.source=hybrid", "speculation.residual=true"], "speculation.residual decides what is drawn"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(presets: Path, arguments: list[str], expected: str) -> None:

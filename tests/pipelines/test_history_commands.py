@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from pipelines.run_data import tokenizer_fingerprint
 from storage.errors import UserError
 from storage.history.store import HistoryStore
 from storage.models import load_tokenizer
+from storage.records import TopTokens
 from storage.run_directory import RunDirectory
 from tests.storage.history.answers import FINGERPRINT, SAMPLING, contents, expected, fill, flip, make_group
 
@@ -150,6 +152,26 @@ def test_exported_rows_carry_everything_and_their_prompt(run: Path, tmp_path: Pa
         assert row["tokens"] == sample.token_ids().tolist()
         assert np.array_equal(np.array(row["logprobs"], np.float32), sample.logprobs())
         assert row["reward"] == sample.reward
+
+
+def test_likeliest_tokens_are_exported_where_the_format_has_room_for_them(run: Path, tmp_path: Path) -> None:
+    group = make_group(7, epoch=3)
+    segments = [
+        replace(
+            s, top=TopTokens(ids=np.full((len(s.token_ids), 2), 4, np.int32), logprobs=s.logprobs[:, None] - [1, 2])
+        )
+        for s in group.samples[1].segments
+    ]
+    group = replace(group, samples=(group.samples[0], replace(group.samples[1], segments=tuple(segments))))
+    with HistoryStore(RunDirectory(run).history, FINGERPRINT, keep_top=True) as store:
+        store.append(3, [group], SAMPLING)
+    for suffix in (".parquet", ".jsonl"):
+        status, output, _ = call("export", str(run), "--to", str(tmp_path / f"all{suffix}"))
+        assert (status, "20 answers written" in output) == (0, True)
+    table = pq.read_table(tmp_path / "all.parquet")
+    counts = [None if ids is None else len(ids) for ids in table["top_ids"].to_pylist()]
+    assert sorted(c for c in counts if c is not None) == [2 * group.samples[1].length]
+    assert "top_ids" not in (tmp_path / "all.jsonl").read_text()
 
 
 @pytest.mark.parametrize(("name", "message"), [("x.csv", "must end in .parquet"), ("no/x.arrow", "does not exist")])

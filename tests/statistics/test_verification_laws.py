@@ -12,22 +12,28 @@ from actors.rollout.verification import leniently_kept_counts
 from pipelines.bench.losslessness import (
     OPTIONS,
     SETTINGS,
+    VOCABULARY,
     Adversary,
     AnswerLaw,
+    OldAnswers,
     answer_law,
     cell_p,
     enumeration_errors,
     random_policy,
+    residual_bias,
     run,
     write_answers,
 )
 from pipelines.bench.verification_laws import (
     chi_square_p,
+    enumerated_law,
     exact_rule_error,
     holm,
     lenient_law,
     lenient_rule_error,
     random_law,
+    residual_redraw,
+    residual_rule_error,
     total_variation,
 )
 
@@ -95,6 +101,39 @@ def test_control_another_rule_does_not_have_the_stated_lenient_law(wrong):
     assert lenient_rule_error(random_law(8, 1), random_law(8, 2), 0.0, wrong) > 1e-4
 
 
+@pytest.mark.parametrize("vocabulary", [8, 16, 32])
+def test_with_the_residual_of_all_of_q_an_independent_draft_leaves_the_policys_law(vocabulary):
+    for cuts in ((0, 0), (vocabulary // 4, 0), (0, vocabulary // 4), (vocabulary // 2, vocabulary // 2)):
+        policy, drafter = (random_law(vocabulary, seed, cut=cut) for seed, cut in zip((1, 2), cuts, strict=True))
+        assert residual_rule_error(policy, drafter, vocabulary) < 1e-12
+        # Controls: SPEC-RL's draw from the policy, the residual of another q, and any lenience move the law.
+        wrong = [
+            enumerated_law(policy, drafter, 0.0),
+            enumerated_law(policy, drafter, 0.0, redraw=lambda p, q, x: residual_redraw(vocabulary)(q, p, x)),
+            enumerated_law(policy, drafter, 0.3, redraw=residual_redraw(vocabulary)),
+        ]
+        assert all(np.abs(law - policy.joint).max() > 1e-3 for law in wrong)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(vocabulary=st.integers(8, 24), seed=st.integers(0, 10_000), known=st.integers(0, 24))
+def test_what_is_not_known_of_q_moves_the_law_by_no_more_than_its_mass(vocabulary, seed, known):
+    policy, drafter = random_law(vocabulary, seed, cut=seed % 4), random_law(vocabulary, seed + 1)
+    moved, bound = residual_bias(policy, drafter, min(known, vocabulary))
+    assert moved <= bound + 1e-12
+    if known >= vocabulary:
+        assert moved < 1e-12
+
+
+def test_the_law_comes_nearer_as_more_of_q_is_known_and_is_always_nearer_than_without_the_residual():
+    policy, drafter = random_law(24, 5), random_law(24, 6)
+    without = total_variation(enumerated_law(policy, drafter, 0.0).sum(axis=1), policy.first)
+    moved = [residual_bias(policy, drafter, known)[0] for known in (1, 2, 4, 8, 16, 24)]
+    assert moved == sorted(moved, reverse=True)
+    assert without >= moved[0] > 0.01
+    assert moved[-1] < 1e-12
+
+
 def test_the_chi_square_test_is_that_of_scipy_and_rejects_as_often_as_it_says():
     rng = np.random.default_rng(1)
     law = rng.dirichlet(np.full(20, 3.0))
@@ -130,6 +169,20 @@ def test_with_adversarial_drafts_the_engine_writes_the_law_of_the_policy(number,
     assert cell_p(answers, (0, 1), other.pair.joint) < 1e-6
 
 
+def test_with_residuals_the_engine_writes_the_law_of_the_policy_from_answers_of_an_older_one(policy, tmp_path):
+    law, old = answer_law(policy, SETTINGS[0]), answer_law(random_policy(tmp_path, seed=1), SETTINGS[0])
+
+    def values(known):
+        source = OldAnswers(old, 0.0, 11, known=known)
+        answers = write_answers(policy, SETTINGS[0], source, samples=3000, seed=3)
+        return [cell_p(answers, positions, expected) for positions, expected in law.cells().values()]
+
+    assert min(holm(values(VOCABULARY))) > 1e-4
+    # Controls: no residual, and one that knows too little.
+    assert min(values(0)) < 1e-6
+    assert min(values(3)) < 1e-6
+
+
 def test_an_adversary_drafts_rightly_and_wrongly_and_is_heard(policy):
     law = answer_law(policy, SETTINGS[0])
     heard = []
@@ -158,5 +211,6 @@ def test_the_benchmark_reports_a_worst_p_that_holds_and_controls_that_are_caught
     assert result.figures["worst_p"] > 1e-3
     assert result.figures["control_p"] < 1e-6
     assert result.figures["stated_law_p"] > 1e-3
+    assert result.figures["residual_p"] > 1e-3
     assert result.figures["enumeration_error"] < 1e-12
     assert max(enumeration_errors(7).values()) < 1e-12

@@ -150,7 +150,8 @@ def test_scores_of_other_tokens_are_those_of_the_law_that_is_sampled_also_in_pie
     law = processed_probabilities(logits, temperature, top_p, top_k)
     wanted = torch.where(torch.arange(n) % 2 == 0, law.argmax(dim=1), law.argmin(dim=1)).numpy()
     sampler = Sampler(vocabulary)
-    tokens, logprobs, scored = sampler.sample_and_score(logits, keys, temperature, top_p, top_k, wanted)
+    drawn = sampler.sample_and_score(logits, keys, temperature, top_p, top_k, wanted, 4)
+    tokens, logprobs, scored = drawn[:3]
     plain = sampler.sample(logits, keys, temperature, top_p, top_k)
     assert torch.equal(tokens, plain[0])
     assert torch.equal(logprobs, plain[1])
@@ -160,3 +161,12 @@ def test_scores_of_other_tokens_are_those_of_the_law_that_is_sampled_also_in_pie
     torch.testing.assert_close(scored, torch.where(greedy, point, expected))
     assert torch.isinf(scored).any()
     assert torch.isfinite(scored).any()
+    assert drawn.top_ids is not None
+    for row in range(n):
+        best = law[row].topk(4)
+        ids = [int(i) if p > 0 else -1 for i, p in zip(best.indices, best.values, strict=True)]
+        scores = best.values.log()
+        if greedy[row]:
+            ids, scores = [int(tokens[row]), -1, -1, -1], torch.tensor([0.0] + [float("-inf")] * 3)
+        assert drawn.top_ids[row].tolist() == ids
+        torch.testing.assert_close(drawn.top_logprobs[row], scores)
