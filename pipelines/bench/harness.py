@@ -126,6 +126,30 @@ BENCHES: dict[str, Bench] = {
             "keep": "folder to keep cache and runs in; empty: they are removed",
         },
     ),
+    "scheduling": Bench(
+        "pipelines.bench.scheduling",
+        "Tail batching and skew-aware dispatch against plain batches, in paced training runs.",
+        {
+            "regime": "both, tail or dispatch",
+            "t0_ms": "paced time of an empty pass, in milliseconds",
+            "periods": "tail: periods of 5 steps",
+            "epochs": "dispatch: passes over the prompts; the first does not count",
+            "pairs": "runs of each side, each pair with a seed of its own",
+            "seed": "run.seed of the first pair",
+            "keep": "folder to keep the runs in; empty: they are removed",
+        },
+    ),
+    "asynchrony": Bench(
+        "pipelines.bench.asynchrony",
+        "Streams and partial rollouts against the synchronous pipeline, in paced training runs.",
+        {
+            "part": "both, ratios, 3to1, 1to1, 1to3 or tail",
+            "steps": "steps of a run; the first two do not count",
+            "t0_ms": "pace at 1:1, and for part tail the pace itself; 0: measured from the learner",
+            "seed": "run.seed",
+            "keep": "folder to keep the runs in; empty: they are removed",
+        },
+    ),
     "simulator": Bench(
         "pipelines.bench.simulator",
         "What the schedules bring on a simulated cluster, and agreement with published ratios.",
