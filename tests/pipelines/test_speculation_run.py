@@ -100,5 +100,39 @@ def test_lenient_reuse_is_measured(ray_session, random_llama, tmp_path):
     assert max(r.get("speculation/reused_tokens_share", 0) for r in records[2:]) > 0.2
 
 
+def test_residuals_are_drawn_from_laws_that_the_history_kept(ray_session, random_llama, tmp_path):
+    run = small_run(
+        random_llama,
+        tmp_path,
+        "residual",
+        STEPS,
+        "speculation.source=previous_epoch",
+        "speculation.verify=lenient",
+        "speculation.log_lenience=0",
+        "speculation.fresh_share=0.25",
+        "speculation.residual=true",
+        "speculation.residual_top_k=8",
+        # Where the weights do not move, every token is kept.
+        "reward.functions=[{function: tests.reward_functions.varied}]",
+        "learner.learning_rate=0.003",
+    )
+    records = steps_of(run)
+    assert all("speculation/residual_draws" not in r for r in records[:2])
+    assert sum(r.get("speculation/residual_draws", 0) for r in records[2:]) > 0
+    assert all(0 <= r.get("speculation/residual_tail_mass", 0) < 1 for r in records)
+    with HistoryStore(run / "history", None) as store:
+        assert store.verify() == ()
+        stored = [a for _, ids in store.prompts() for visit in store.visits(ids, 9) for a in visit]
+    assert len(stored) == 6 * 16
+    assert all(a.top is not None and a.top.ids.shape == (len(a.tokens), 8) for a in stored)
+    drawn = [a.top.ids == a.tokens[:, None] for a in stored]
+    # What was drawn has the probability that its law says, and is among the likeliest as often as these add up to.
+    for answer, there in zip(stored, drawn, strict=True):
+        np.testing.assert_allclose(answer.top.logprobs[there], answer.logprobs[there.any(axis=1)], atol=1e-5)
+    mass = np.concatenate([np.exp(a.top.logprobs).sum(axis=1) for a in stored])
+    found = np.concatenate([there.any(axis=1) for there in drawn])
+    assert abs(found.mean() - mass.mean()) < 5 * np.sqrt(mass.mean() / len(mass))
+
+
 def test_status_names_no_alarm(drafting):
     assert json.loads((drafting / "status.json").read_text())["alarms"] == []
