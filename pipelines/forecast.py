@@ -8,29 +8,25 @@ learned on the way from the positions that were drafted, as in a rollout. No mod
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from actors.drafts.options import SpeculationOptions
-from actors.drafts.pack import DraftPack, PastAnswer, PastPrompt, build_pack
+from actors.drafts.pack import DraftPack, build_pack
 from actors.rollout.draft_cost import PassCost
-from actors.rollout.engine import Request
 from actors.rollout.history_drafts import HistoryDrafts
-from pipelines.replay import OracleLengths, Recorded, Totals, replay
+from pipelines.recorded_steps import RecordedStep, four_grams, recorded_steps
+from pipelines.replay import OracleLengths, Totals, replay
 from storage.errors import UserError
 from storage.history.archive import RolloutArchive
-from storage.history.schema import prompt_hash, to_groups
-from storage.records import TRAIN_SPLIT, Group, Int32Array, Sample, SamplingParams, request_id
+from storage.records import TRAIN_SPLIT
 
 COST_RATIOS = (0.01, 0.03, 0.1, 0.3)
 """Cost of one more draft token relative to a row's share of a plain decoding pass."""
-
-_NGRAM = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,35 +140,6 @@ class Forecast:
         ]
 
 
-@dataclass(slots=True)
-class _Visits:
-    """Earlier answers of one prompt, a list a visit, the latest last."""
-
-    prompt_ids: Int32Array
-    answers: deque[list[PastAnswer]]
-    grams: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Answers of one step, and what was known of their prompts before it.
-
-    Attributes:
-        number: The step; epoch: the latest epoch in it.
-        answers: Its answers that have a token; slots: hash of the prompt and sample slot of each.
-        history: Each of its prompts once.
-        samples: The samples of ``answers``; visits: the history of the prompt of each.
-    """
-
-    number: int
-    epoch: int
-    answers: list[Recorded]
-    slots: list[tuple[int, int]]
-    history: list[PastPrompt]
-    samples: list[Sample]
-    visits: list[_Visits]
-
-
 def forecast(
     archive: RolloutArchive,
     options: SpeculationOptions | None = None,
@@ -200,7 +167,7 @@ def forecast(
     drafters = list(_drafters(options, ratios))
     watched = next(d for d in drafters if d.name == "calibrated" and d.ratio == ratios[len(ratios) // 2])
     epochs: dict[int, _Epoch] = {}
-    for number, step in enumerate(_steps(archive, options, split)):
+    for number, step in enumerate(recorded_steps(archive, options, split)):
         pack = _pack(step, number, options)
         warm = any(prompt.answers for prompt in step.history)
         for drafter in drafters:
@@ -253,7 +220,7 @@ def predicted_speedup(
     wanted = None if steps is None else set(steps)
     source = HistoryDrafts(options, cost=cost)
     plain = drafted = 0.0
-    for number, step in enumerate(_steps(archive, options, split)):
+    for number, step in enumerate(recorded_steps(archive, options, split)):
         source.add_pack(_pack(step, number, options))
         totals = _play(step, source, cost, max_rows)
         if wanted is None or step.number in wanted:
@@ -301,7 +268,7 @@ class _Epoch:
         self._count = 0
         self._totals = Totals()
 
-    def note(self, step: _Step, totals: Totals) -> None:
+    def note(self, step: RecordedStep, totals: Totals) -> None:
         """Add a step."""
         self._totals.add(totals)
         for sample, visits in zip(step.samples, step.visits, strict=True):
@@ -309,7 +276,7 @@ class _Epoch:
             self._answers += 1
             self._tokens += int(written.sum())
             self._surprise -= float(sample.logprobs()[written].sum(dtype=np.float64))
-            grams = _grams(sample.token_ids())
+            grams = four_grams(sample.token_ids())
             self._count += len(grams)
             self._kinds.append(np.unique(grams))
             if len(visits.grams):
@@ -349,7 +316,7 @@ def _drafters(options: SpeculationOptions, ratios: Sequence[float]) -> Iterator[
     yield _Drafter("oracle", math.nan, oracle)
 
 
-def _pack(step: _Step, generation: int, options: SpeculationOptions) -> DraftPack:
+def _pack(step: RecordedStep, generation: int, options: SpeculationOptions) -> DraftPack:
     return build_pack(
         step.history,
         generation=generation,
@@ -360,109 +327,13 @@ def _pack(step: _Step, generation: int, options: SpeculationOptions) -> DraftPac
     )
 
 
-def _play(step: _Step, source: HistoryDrafts, cost: PassCost, max_rows: int) -> Totals:
+def _play(step: RecordedStep, source: HistoryDrafts, cost: PassCost, max_rows: int) -> Totals:
     for recorded, (key, sample) in zip(step.answers, step.slots, strict=True):
         source.register(recorded.request.request_id, key, sample)
     totals = replay(step.answers, source, cost, max_rows)
     for recorded in step.answers:
         source.release(recorded.request.request_id)
     return totals
-
-
-def _steps(archive: RolloutArchive, options: SpeculationOptions, split: str) -> Iterator[_Step]:
-    """Yield the steps in order, each with what was known of its prompts before it."""
-    known: dict[int, _Visits] = {}
-    for number, table in archive.iterate(split):
-        sampling = [
-            SamplingParams(max_tokens=limit, temperature=temperature, top_p=top_p, top_k=top_k)
-            for limit, temperature, top_p, top_k in zip(
-                *(table.column(name).to_pylist() for name in ("max_tokens", "temperature", "top_p", "top_k")),
-                strict=True,
-            )
-        ][:1]
-        groups = to_groups(table)
-        keys = [prompt_hash(group.prompt.token_ids) for group in groups]
-        for key, group in zip(keys, groups, strict=True):
-            known.setdefault(key, _Visits(group.prompt.token_ids, deque(maxlen=options.window)))
-        yield _step(number, groups, keys, known, sampling[0])
-        for key, group in zip(keys, groups, strict=True):
-            answers = [_past(sample, sampling[0]) for sample in group.samples]
-            known[key].answers.append([answer for answer in answers if len(answer.token_ids)])
-            known[key].grams = np.unique(
-                np.concatenate(
-                    [_grams(a.token_ids) for visit in known[key].answers for a in visit] or [known[key].grams]
-                )
-            )
-
-
-def _step(
-    number: int, groups: list[Group], keys: list[int], known: dict[int, _Visits], sampling: SamplingParams
-) -> _Step:
-    history = [
-        PastPrompt(
-            prompt_ids=known[key].prompt_ids,
-            answers=[
-                _aged(answer, len(known[key].answers) - 1 - visit)
-                for visit, answers in enumerate(known[key].answers)
-                for answer in answers
-            ],
-        )
-        for key in dict.fromkeys(keys)
-    ]
-    rows = [(key, group, sample) for key, group in zip(keys, groups, strict=True) for sample in group.samples]
-    rows = [row for row in rows if row[2].length]
-    return _Step(
-        number=number,
-        epoch=max((group.key.epoch for group in groups), default=0),
-        answers=[
-            Recorded(
-                Request(
-                    request_id=request_id(0, sample.key, sample.index),
-                    prompt_ids=group.prompt.token_ids,
-                    sampling=sampling,
-                    group=request_id(0, sample.key, -1),
-                ),
-                sample.token_ids(),
-            )
-            for _, group, sample in rows
-        ],
-        slots=[(key, sample.index) for key, _, sample in rows],
-        history=history,
-        samples=[sample for _, _, sample in rows],
-        visits=[known[key] for key, _, _ in rows],
-    )
-
-
-def _past(sample: Sample, sampling: SamplingParams) -> PastAnswer:
-    """A sample as history: what the policy wrote before anything came from outside."""
-    outside = np.flatnonzero(~sample.policy_mask())
-    end = int(outside[0]) if len(outside) else sample.length
-    return PastAnswer(
-        token_ids=sample.token_ids()[:end],
-        logprobs=sample.logprobs()[:end],
-        sample=sample.index,
-        oldest_version=sample.oldest_version,
-        finish_reason=sample.finish_reason,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-    )
-
-
-def _aged(answer: PastAnswer, visit: int) -> PastAnswer:
-    return replace(answer, visit=visit)
-
-
-def _grams(tokens: Int32Array) -> npt.NDArray[np.uint64]:
-    """uint64[n - 3], a hash of each run of four tokens."""
-    if len(tokens) < _NGRAM:
-        return np.zeros(0, np.uint64)
-    value = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
-    for offset in range(_NGRAM):
-        part = tokens[offset : offset + len(value)].astype(np.uint64)
-        value = value * np.uint64(0x9E3779B97F4A7C15) + part + np.uint64(1)
-        value ^= value >> np.uint64(29)
-    return value
 
 
 def _span(values: Sequence[float], pattern: str) -> str:

@@ -13,6 +13,12 @@ from storage.history.archive import RolloutArchive
 from storage.run_directory import RunDirectory
 
 _GOOD = 1.1
+_SETTINGS = {
+    "hybrid": " speculation.source=hybrid",
+    "previous_epoch": " speculation.source=previous_epoch",
+    "aimd": " speculation.draft_length=aimd",
+}
+"""What a drafter needs beside the preset histospec."""
 
 
 def print_forecast(run: Path, console: Console, *, measured_ratio: float | None, max_rows: int) -> None:
@@ -43,7 +49,7 @@ def _advice(found: Forecast) -> str:
         return f"At c = {ratio:.3g} no drafter promises more than {gain:.2f}x: leave speculation.source off."
     return (
         f"At c = {ratio:.3g} the best is {best.drafter} with {gain:.2f}x (acceptance length "
-        f"{best.acceptance_length:.2f}): try `slipstream train histospec`."
+        f"{best.acceptance_length:.2f}): try `slipstream train histospec{_SETTINGS.get(best.drafter, '')}`."
     )
 
 

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Mapping
 from typing import Any, Literal, TypeVar
 
-import ray
-
-from actors.bundles import LearnerHeader, RateEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
+from actors.bundles import LearnerHeader, RateEnvelope, StepEnvelope, StopEnvelope
 from pipelines.archiving import Archiving
+from pipelines.checkpointing import Checkpointing
 from pipelines.cluster import shortage
 from pipelines.config import Config
 from pipelines.controls import Controls, RecentMetrics
 from pipelines.drafting import DraftRequests
 from pipelines.evaluation import evaluate
-from pipelines.faults import user_error
 from pipelines.flow import SampleFlow, pairs, run_stream
 from pipelines.generation import change_rules, make_runner, weight_swap
 from pipelines.interruption import Interrupted, unless_stopped
 from pipelines.knobs import LAUNCHING
-from pipelines.length_forecasts import save_predictor, start_predictor, stop_predictor
+from pipelines.length_forecasts import start_predictor, stop_predictor
 from pipelines.monitoring import MonitorGroup, open_monitors, read_records
-from pipelines.pacing import pacing_metrics
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.roles import Published, Roles
 from pipelines.round_books import RoundResult
 from pipelines.rounds import RoundRunner
 from pipelines.run_data import SAMPLED_SUFFIX, RunData
-from pipelines.speculation_metrics import bias_metrics, speculation_metrics
 from pipelines.status import State, StatusBoard
-from pipelines.step_metrics import StepClock, is_correct, step_metrics
+from pipelines.step_metrics import StepClock, is_correct
+from pipelines.step_reporting import StepReporter
 from pipelines.streaming import StreamRunner
-from pipelines.utilisation import EngineLoad, gained, utilisation_metrics
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
@@ -53,7 +48,6 @@ T = TypeVar("T")
 
 LEARNER_COMPONENT = "learner"
 MODEL_COMPONENT = "model"
-_COMPACT_BYTES = 1 << 20
 _EARLY_ALARM_S = 20.0
 """Age of a round at which failed scores are reported before it ends: functions that time out make it a long one."""
 
@@ -94,12 +88,10 @@ class Session:
         self._stop = stop
         self.evaluations: dict[str, Mapping[str, float]] = {}
         self.step = 0
-        self._store = CheckpointStore(self._directory.checkpoints, config.checkpoint.keep_last)
         self._source = PromptSource(
             data.train, shuffle=config.data.shuffle, seed=config.run.seed, epochs=config.run.epochs or None
         )
         metrics_offset: int | None = None
-        self._compacted = 0
         if resume is None:
             self._ledger = Ledger(self._directory.ledger if train else None)
         else:
@@ -145,7 +137,9 @@ class Session:
         self._archiving = Archiving(self._roles, self._flow, self.board)
         self._background: set[asyncio.Task[None]] = set()
         self._step_began = 0.0
-        self._loads_before: dict[str, EngineLoad] = {}
+        store = CheckpointStore(self._directory.checkpoints, config.checkpoint.keep_last)
+        self._checkpoints = Checkpointing(store, self._roles, self._archiving, self._ledger, self._monitors)
+        self._reporter = StepReporter(self._flow, self._roles, self._ledger, self._monitors, self.board, self._metrics)
         self._safe_point: dict[str, Any] | None = None
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
@@ -257,9 +251,7 @@ class Session:
     async def save_now(self) -> str:
         """Write a checkpoint of the present step, if there is none, and return its folder."""
         await self._save(await self._state())
-        latest = self._store.latest()
-        assert latest is not None  # it was written, or was there
-        return str(latest.path)
+        return self._checkpoints.latest()
 
     async def evaluate_now(self) -> Mapping[str, float]:
         """Evaluate the policy of the present step."""
@@ -318,7 +310,7 @@ class Session:
     async def _one_step(self) -> None:
         self._enter("generating")
         self.board.start_step()
-        drafts_before = dict(self._flow.draft_metrics)
+        self._reporter.begin()
         version = self._published_version
         self.board.wait("generate", "rollout workers")  # the watchdog looks after each of them
         try:
@@ -346,9 +338,7 @@ class Session:
         await self._archiving.add(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
         self._drafts.recorded = self.step
         ended = time.perf_counter()
-        # Of a stream, what is written while the learner works belongs to the step too.
-        loads = gained(self._loads_before, self._flow.loads)
-        self._loads_before = dict(self._flow.loads)
+        loads = self._reporter.engine_loads()
         clock = StepClock(
             step=ended - self._step_began,
             generate=max((load.busy_s for load in loads.values()), default=0.0),
@@ -357,16 +347,19 @@ class Session:
             pause=pause,
         )
         self._step_began = ended
-        further = speculation_metrics(drafts_before, self._flow.draft_metrics) | bias_metrics(result.headers.values())
-        further |= utilisation_metrics(
+        await self._reporter.report(
+            self.step,
+            result,
+            clock,
             loads,
-            [h for headers in result.headers.values() for h in headers],
-            workers=self._config.rollout.workers,
-            slots=self._config.rollout.max_rows,
-            step_s=clock.step,
+            header,
+            rounds=self._rounds,
+            config=self._config,
+            version=version,
+            epoch=self._source.progress,
         )
-        further |= await pacing_metrics(self._roles.rollout, self._config)
-        self._report(result, clock, header, version, further)
+        if self._config.run.debug:
+            self._ledger.check()
 
     async def _publish(self) -> float:
         """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
@@ -391,47 +384,6 @@ class Session:
             "learn", f"learner: step {self.step + 1}", anext(self._learner_events), deadline, safe=False
         )
         return header, ref
-
-    def _report(
-        self,
-        result: RoundResult,
-        clock: StepClock,
-        header: LearnerHeader,
-        version: int,
-        further: Mapping[str, float],
-    ) -> None:
-        config = self._config
-        metrics = step_metrics(
-            result,
-            clock,
-            header.metrics,
-            self._ledger.counts(),
-            version=version,
-            learner_version=header.version,
-            correct_at=config.evaluation.correct_at,
-        )
-        epoch = self._source.progress
-        metrics |= {**further, **self._rounds.forecasts.metrics(), **self._rounds.score_deadlines.metrics()}
-        for text in header.alarms:
-            self.board.alarm(f"step {self.step}: {text}")
-        metrics |= {"progress/epoch": epoch, "faults/crashes": float(self._flow.fleet.crashes)}
-        self._monitors.log(self.step, metrics)
-        self.board.finish_step(self.step, metrics, epoch=epoch)
-        trained = sum(h.tokens for headers in result.headers.values() for h in headers)
-        self._metrics.step(self.step, metrics, generated=result.generated_tokens, trained=trained)
-        share = metrics["reward/error_share"]
-        if share > config.reward.error_alarm:
-            text = self._rounds.progress.first_error
-            self.board.alarm(
-                f"step {self.step}: {share:.1%} of the scores failed or timed out "
-                f"(reward.error_alarm is {config.reward.error_alarm:.1%}); the first: {text}"
-            )
-        elif math.isnan(metrics["reward/mean"]) and result.scored:
-            self.board.alarm(f"step {self.step}: no answer has a reward, all reward functions abstained")
-        for message in self._monitors.failures:
-            self.board.alarm(message)
-        if config.run.debug:
-            self._ledger.check()
 
     async def _evaluate(self) -> dict[str, float]:
         if not self._data.evaluation:
@@ -468,7 +420,7 @@ class Session:
             self._flow.forget([key for key in groups if key not in complete])
             await self._archiving.add(split, self.step, tuple(complete), complete, {})
         self._step_began += time.perf_counter() - began
-        self._loads_before = dict(self._flow.loads)
+        self._reporter.skip()
         self._evaluated = (self.step, metrics)
         return metrics
 
@@ -493,32 +445,17 @@ class Session:
         }
 
     async def _save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint of all components; raises :class:`CheckpointError` and leaves earlier ones alone."""
-        latest, knobs = self._store.latest(), self.controls.saved()
-        if latest is not None and latest.step == state["step"] and latest.meta.get("knobs", {}) == knobs:
+        """Write a checkpoint, unless there is one; raises :class:`CheckpointError` and leaves earlier ones alone."""
+        state = {**state, "knobs": self.controls.saved()}
+        if self._checkpoints.has(state):
             return
         self._enter("checkpointing")
-        began = time.perf_counter()
-        with self._store.begin(state["step"]) as writer:
-            await self._roles.learner_queue.put_async(SaveEnvelope(directory=str(writer.path)))
-            try:
-                await self._wait(
-                    "checkpoint", "learner", anext(self._learner_events), self._config.learner.deadline_s, safe=False
-                )
-            except ray.exceptions.RayError as error:
-                fault = user_error(error)
-                if fault is None:
-                    raise
-                raise CheckpointError(f"{fault}. Earlier checkpoints are intact.") from None
-            await self._archiving.drain()
-            await save_predictor(self._rounds.forecasts, writer)
-            self._ledger.sync()
-            self._monitors.sync()
-            writer.commit({**state, "knobs": knobs})
-        oldest = self._store.checkpoints()[0].meta["ledger_offset"]
-        if oldest - self._compacted > _COMPACT_BYTES:
-            self._ledger.compact(oldest)
-            self._compacted = oldest
+        began, deadline = time.perf_counter(), self._config.learner.deadline_s
+        await self._checkpoints.write(
+            state,
+            lambda: self._wait("checkpoint", "learner", anext(self._learner_events), deadline, safe=False),
+            self._rounds.forecasts,
+        )
         seconds = time.perf_counter() - began
         self._step_began += seconds
         self._metrics.seconds("checkpoint", seconds)
