@@ -176,7 +176,20 @@ def _conflicts(config: Config) -> list[str]:
         max_tokens=rollout.max_tokens,
         max_staleness=config.asynchrony.max_staleness,
         reward_timeout_s=config.reward.timeout_s,
+        lag=config.asynchrony.lag,
     )
+    problems += config.learner.conflicts()
+    parallel = config.schedule.pools.long.tensor_parallel
+    if parallel > 1 and rollout.engine == "torch":
+        problems.append(
+            f"schedule.pools.long.tensor_parallel={parallel} has no effect with rollout.engine=torch, which runs a model on "
+            "one GPU: leave it at 1"
+        )
+    if config.asynchrony.partial == "split" and config.asynchrony.k_min >= rollout.max_tokens:
+        problems.append(
+            f"asynchrony.k_min ({config.asynchrony.k_min}) must be smaller than rollout.max_tokens ({rollout.max_tokens}) "
+            "with partial=split: else the lagging snapshot writes whole answers and nothing is handed over; lower it"
+        )
     speculation = config.speculation
     if speculation.verify == "lenient" and speculation.source not in ("previous_epoch", "hybrid"):
         problems.append(
@@ -226,6 +239,13 @@ def _doubts(config: Config) -> list[str]:
         max_staleness=config.asynchrony.max_staleness,
     )
     doubts += config.asynchrony.doubts()
+    doubts += learner.doubts(answers=config.samples_per_step // learner.minibatches)
+    for role, section in (("rollout", rollout), ("learner", learner)):
+        gpus = f"{role}.num_gpus={section.num_gpus:g}"
+        if section.num_gpus > 0 and section.device == "cpu":
+            doubts.append(f"{gpus} is reserved and stays idle with {role}.device=cpu: set it to 0, or device to auto")
+        elif section.num_gpus > 1:
+            doubts.append(f"{gpus}: each {role} worker computes on one GPU, the others stay idle; reserve 1")
     if config.speculation.verify == "lenient":
         doubts.append(
             "speculation.verify=lenient biases the samples (SPEC-RL keeps tokens that the current policy would not have "

@@ -41,7 +41,7 @@ def make_runner(
             samples_per_prompt=config.rollout.samples_per_prompt,
             dynamic_sampling=config.algorithm.filters_zero_variance,
             max_refills=config.algorithm.max_refills,
-            lag=int(config.asynchrony.partial == "split"),
+            lag=config.asynchrony.lag,
         )
     else:
         policy = _rounds_policy(config)
@@ -87,6 +87,7 @@ def _rounds_policy(config: Config) -> SchedulePolicy:
     return build_policy(
         config.schedule,
         max_staleness=config.asynchrony.max_staleness,
+        lag=config.asynchrony.lag,
         dynamic_sampling=config.algorithm.filters_zero_variance,
         max_refills=config.algorithm.max_refills,
     )

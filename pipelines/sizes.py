@@ -70,9 +70,10 @@ class MemoryEstimate:
     """Bytes that a run keeps in host memory, all processes together.
 
     Attributes:
-        engine: Two copies of the weights (active and incoming) in each rollout worker; 0 on a GPU.
+        engine: Weights in each rollout worker, twice where it may write under two versions at once; 0 on a GPU.
         kv_cache: Slots of all rollout workers at their longest; 0 on a GPU.
-        learner: Weights, gradients, Adam moments, and the reference model if there is one; 0 on a GPU.
+        learner: Weights, gradients and Adam moments, the reference model and the published snapshot if there are such:
+            whole in each worker, or in pieces that all workers share; 0 on a GPU.
         snapshot: Published weights in the object store: the current ones and the next.
         processes: Interpreters, libraries and Ray.
         checkpoint: Size of one checkpoint on disk (not memory).
@@ -100,13 +101,18 @@ class MemoryEstimate:
         long = config.schedule.pools.long
         rows = (rollout.workers - long.workers) * rollout.max_rows + long.workers * (long.max_rows or rollout.max_rows)
         slots = rows * max_length
+        copies = 2 if config.asynchrony.holds_two_versions else 1
         reference = _FLOAT32 if config.algorithm.kl.coefficient > 0 else 0
-        torch_processes = rollout.workers + 1
+        # Where the engines do not have the newest weights, the learner keeps what they have.
+        published = _FLOAT32 if config.asynchrony.publish_blend < 1 or config.asynchrony.sync_every > 1 else 0
+        trained = learner.workers if learner.parallel == "ddp" else 1
+        # A group of learners has a front and Ray Train's controller beside its workers.
+        torch_processes = rollout.workers + learner.workers + (2 if learner.workers > 1 else 0)
         plain_processes = 3 + config.reward.workers * (1 + config.reward.processes)
         return cls(
-            engine=engine_on_cpu * rollout.workers * 2 * width * shape.parameters,
+            engine=engine_on_cpu * rollout.workers * copies * width * shape.parameters,
             kv_cache=engine_on_cpu * slots * shape.kv_bytes_per_token(width),
-            learner=learner_on_cpu * (_LEARNER_BYTES + reference) * shape.parameters,
+            learner=learner_on_cpu * trained * (_LEARNER_BYTES + reference + published) * shape.parameters,
             snapshot=2 * _FLOAT32 * shape.parameters,
             processes=torch_processes * _PROCESS_BYTES["torch"]
             + plain_processes * _PROCESS_BYTES["plain"]
@@ -207,7 +213,7 @@ def _memory_problem(config: Config, machine: Machine, estimate: MemoryEstimate) 
         f"key/value cache (rollout.max_rows={rollout.max_rows}, rollout.max_tokens={rollout.max_tokens}, "
         f"{workers})": estimate.kv_cache,
         f"weights in the engine ({workers}, {model})": estimate.engine,
-        f"learner ({model})": estimate.learner,
+        f"learner ({_learners(config)}{model})": estimate.learner,
         f"processes ({workers}, reward.workers={reward.workers}, "
         f"reward.processes={reward.processes})": estimate.processes,
     }
@@ -216,6 +222,11 @@ def _memory_problem(config: Config, machine: Machine, estimate: MemoryEstimate) 
         f"the run needs about {estimate.total / 1e9:.1f} GB of memory and {machine.memory / 1e9:.1f} GB are free; the "
         f"largest part is the {biggest} with {parts[biggest] / 1e9:.1f} GB: lower one of these"
     )
+
+
+def _learners(config: Config) -> str:
+    workers = config.learner.workers
+    return f"learner.workers={workers}, " if workers > 1 and config.learner.parallel == "ddp" else ""
 
 
 def _on_gpu(device: str, num_gpus: float, gpus: int) -> bool:

@@ -47,14 +47,14 @@ class AsynchronyOptions(BaseModel):
         32,
         ge=0,
         le=4096,
-        description="Longest wait for a boundary with interrupt_at=boundary; the cut is made there at the latest. "
-        "Unit: tokens.",
+        description="Longest wait for a boundary with interrupt_at=boundary; the cut is made there at the latest, or "
+        "when a third version arrives: an engine holds two. Unit: tokens.",
     )
     k_min: int = Field(
         16,
         ge=1,
         description="Fewest tokens that the lagging snapshot writes with partial=split before a boundary ends its "
-        "part. Unit: tokens.",
+        "part; a third version ends it anywhere. Less than rollout.max_tokens. Unit: tokens.",
     )
     grad_tokens: Literal["all", "current_only", "decay"] = Field(
         "all",
@@ -116,6 +116,20 @@ class AsynchronyOptions(BaseModel):
             )
         return value
 
+    @property
+    def lag(self) -> int:
+        """Versions by which answers begin under older weights than the newest."""
+        return int(self.partial == "split")
+
+    @property
+    def holds_two_versions(self) -> bool:
+        """Whether an engine may write under two versions at once, and then holds two copies of the weights."""
+        if self.partial == "split":
+            return True
+        if self.pipeline == "step":  # nothing is written while weights change
+            return False
+        return self.partial == "off" or self.on_interrupt == "drain" or self.interrupt_at == "boundary"
+
     @model_validator(mode="after")
     def _consistent(self) -> AsynchronyOptions:
         problems = list(self._conflicts())
@@ -145,6 +159,12 @@ class AsynchronyOptions(BaseModel):
             problems.append(
                 "partial=split lets an older snapshot begin each answer, which max_staleness=0 forbids: set "
                 "max_staleness to 1 or more, or partial=off"
+            )
+        if self.partial == "split" and self.pipeline == "stream" and self.max_staleness == 1:
+            problems.append(
+                "partial=split with pipeline=stream needs max_staleness of 2 or more: the snapshot that begins each "
+                "answer is one version old already, so at max_staleness=1 nothing could be written while the learner "
+                "works; set max_staleness=2, or pipeline=step"
             )
         if self.partial == "split" and self.on_interrupt == "drain":
             problems.append(

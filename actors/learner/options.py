@@ -167,7 +167,11 @@ class LearnerOptions(BaseModel):
     num_cpus: float = Field(
         0.0, ge=0, description="Ray CPUs reserved for each worker; 0: embedded default. Unit: CPUs."
     )
-    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs reserved; a fraction shares a GPU. Unit: GPUs.")
+    num_gpus: float = Field(
+        0.0,
+        ge=0,
+        description="Ray GPUs reserved for each worker; a fraction shares a GPU, which several workers cannot. Unit: GPUs.",
+    )
     labels: dict[str, str] = Field(
         default_factory=dict,
         description="Ray node labels that the learner's host must have: a name and value, !value, in(a,b) or !in(a,b).",
@@ -175,3 +179,39 @@ class LearnerOptions(BaseModel):
     deadline_s: float = Field(
         1800.0, gt=0, description="Longest time one step may take before a stall report. Unit: seconds."
     )
+
+    def conflicts(self) -> list[str]:
+        """Return one sentence for every setting with which several workers could not exchange gradients."""
+        if self.workers == 1:
+            return []
+        problems = []
+        who = f"learner.workers={self.workers}"
+        if self.device == "cuda" and self.num_gpus == 0:
+            problems.append(
+                f"{who} with learner.device=cuda: set learner.num_gpus=1, so that each of the learners gets a GPU of its own"
+            )
+        if self.device == "cpu" and self.num_gpus > 0:
+            problems.append(
+                f"{who} with learner.device=cpu and learner.num_gpus={self.num_gpus:g}: set learner.num_gpus=0, or "
+                "learner.device=auto"
+            )
+        if self.device != "cpu" and self.num_gpus != int(self.num_gpus):
+            problems.append(
+                f"{who} with learner.num_gpus={self.num_gpus:g}: learners that share a GPU cannot exchange gradients over "
+                "NCCL; reserve a whole GPU for each, or use one worker"
+            )
+        return problems
+
+    def doubts(self, *, answers: int) -> list[str]:
+        """Return what is allowed and has no effect, one sentence each; ``answers`` are those behind an update."""
+        doubts = []
+        if self.workers > answers:
+            doubts.append(
+                f"learner.workers={self.workers} exceeds the {answers:g} answers of an update (rollout.prompts_per_step x "
+                "rollout.samples_per_prompt / learner.minibatches): some have nothing to do; use fewer workers"
+            )
+        if self.workers == 1 and self.parallel == "fsdp":
+            doubts.append(
+                "learner.parallel=fsdp has no effect with learner.workers=1: there is nobody to share pieces with"
+            )
+        return doubts

@@ -64,12 +64,7 @@ class LearnerGroup:
         resume_directory: str | None,
         asynchrony: AsynchronyOptions | None = None,
     ) -> None:
-        """Remember what the ranks need, which is what ``LearnerWorker`` needs; :meth:`run` starts them.
-
-        Raises:
-            UserError: These learners cannot share what they compute on.
-        """
-        _check(options)
+        """Remember what the ranks need, which is what ``LearnerWorker`` needs; :meth:`run` starts them."""
         self._options = options
         self._settings = {
             "model_path": model_path,
@@ -213,24 +208,6 @@ class LearnerGroup:
             raise error
         if error is not None:
             raise LearnerGroupError(_explain(error, self._options.workers)) from error
-
-
-def _check(options: LearnerOptions) -> None:
-    gpus = options.num_gpus
-    if options.device == "cuda" and gpus == 0:
-        raise UserError(
-            f"learner.workers={options.workers} with learner.device=cuda: set learner.num_gpus=1, so that each of the "
-            "learners gets a GPU of its own"
-        )
-    if options.device == "cpu" and gpus:
-        raise UserError(
-            f"learner.device=cpu with learner.num_gpus={gpus:g}: set learner.num_gpus=0, or learner.device=auto"
-        )
-    if gpus != int(gpus):
-        raise UserError(
-            f"learner.workers={options.workers} with learner.num_gpus={gpus:g}: learners that share a GPU cannot "
-            "exchange gradients over NCCL; reserve whole GPUs, or use one worker"
-        )
 
 
 def _trainer(options: LearnerOptions, settings: dict[str, Any], folder: str) -> Any:

@@ -14,13 +14,19 @@ from pipelines.scheduling.timeouts import RowBudget, Timeouts
 
 
 def build_policy(
-    options: ScheduleOptions, *, max_staleness: int = 0, dynamic_sampling: bool = False, max_refills: int = 0
+    options: ScheduleOptions,
+    *,
+    max_staleness: int = 0,
+    lag: int = 0,
+    dynamic_sampling: bool = False,
+    max_refills: int = 0,
 ) -> SchedulePolicy:
     """Return the policy of ``options.batching``.
 
     Args:
         options: Section ``schedule``.
         max_staleness: Versions that a token may be old at the optimiser step.
+        lag: Versions by which answers begin under older weights than the newest.
         dynamic_sampling: Drop groups whose rewards are all equal.
         max_refills: Most further waves that replace such groups.
     """
@@ -29,7 +35,7 @@ def build_policy(
         long_share=options.long_share,
         median_factor=options.median_factor,
         max_deferrals=options.max_deferrals,
-        resume=options.resumes(max_staleness),
+        resume=options.resumes(max_staleness, lag),
         max_staleness=max_staleness,
     )
     if options.batching == "tail":

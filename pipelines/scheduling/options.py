@@ -23,7 +23,7 @@ class LongPoolOptions(BaseModel):
     num_cpus: float = Field(0.0, ge=0, description="Ray CPUs per long worker; 0: as rollout.num_cpus. Unit: CPUs.")
     num_gpus: float = Field(0.0, ge=0, description="Ray GPUs per long worker; 0: as rollout.num_gpus. Unit: GPUs.")
     tensor_parallel: int = Field(
-        1, ge=1, le=64, description="GPUs that share one model in a long worker (vLLM engine). Unit: GPUs."
+        1, ge=1, le=64, description="GPUs that share one model in a long worker; the torch engine takes 1. Unit: GPUs."
     )
     labels: dict[str, str] = Field(
         default_factory=dict,
@@ -168,13 +168,18 @@ class ScheduleOptions(BaseModel):
             return 0
         return math.ceil(1 / (self.overlaunch_prompts - 1) - 1e-9)
 
-    def resumes(self, max_staleness: int) -> bool:
-        """Whether deferred groups keep their tokens when trained tokens may be ``max_staleness`` versions old."""
+    def resumes(self, max_staleness: int, lag: int = 0) -> bool:
+        """Whether deferred groups keep their tokens when trained tokens may be ``max_staleness`` versions old.
+
+        ``lag`` is by how many versions answers begin under older weights than the newest: they are that much older.
+        """
         if self.deferred == "auto":
-            return max_staleness > 0 and max_staleness >= self.deferral_span
+            return max_staleness > lag and max_staleness >= self.deferral_span + lag
         return self.deferred == "resume"
 
-    def conflicts(self, *, workers: int, max_tokens: int, max_staleness: int, reward_timeout_s: float) -> list[str]:
+    def conflicts(
+        self, *, workers: int, max_tokens: int, max_staleness: int, reward_timeout_s: float, lag: int = 0
+    ) -> list[str]:
         """Return one sentence for every setting that cannot work with the rest of the configuration.
 
         Args:
@@ -182,13 +187,21 @@ class ScheduleOptions(BaseModel):
             max_tokens: ``rollout.max_tokens``.
             max_staleness: ``asynchrony.max_staleness``.
             reward_timeout_s: ``reward.timeout_s``.
+            lag: Versions by which answers begin under older weights than the newest (``asynchrony.partial=split``).
         """
         long = self.pools.long
         problems = []
+        span = max(1, self.deferral_span) + lag
         if self.deferred == "resume" and max_staleness == 0:
             problems.append(
                 "schedule.deferred=resume trains tokens of earlier versions, but asynchrony.max_staleness is 0: allow "
-                f"{max(1, self.deferral_span)}, or choose restart or auto"
+                f"{span}, or choose restart or auto"
+            )
+        elif self.deferred == "resume" and self.batching == "tail" and lag and max_staleness < self.deferral_span + lag:
+            problems.append(
+                f"schedule.deferred=resume with asynchrony.partial=split: answers begin {lag} version old and then wait "
+                f"{self.deferral_span} (schedule.overlaunch_prompts={self.overlaunch_prompts:g}), but "
+                f"asynchrony.max_staleness is {max_staleness}: allow {self.deferral_span + lag}, or choose restart or auto"
             )
         if long.workers and long.workers >= workers:
             problems.append(
@@ -214,10 +227,10 @@ class ScheduleOptions(BaseModel):
                 f"schedule.overlaunch_samples={self.overlaunch_samples:g} needs schedule.batching=tail: without a race "
                 "every launched answer is waited for"
             )
-        if self.second_batching and (self.batching != "tail" or not self.resumes(max_staleness)):
+        if self.second_batching and (self.batching != "tail" or not self.resumes(max_staleness, lag)):
             problems.append(
                 "schedule.second_batching regroups the kept rows of deferred groups: it needs schedule.batching=tail and "
-                f"deferred=resume (asynchrony.max_staleness of {max(1, self.deferral_span)} or more)"
+                f"deferred=resume (asynchrony.max_staleness of {span} or more)"
             )
         for path, tokens in (("timeouts.tokens", self.timeouts.tokens), ("pools.long.tokens", long.tokens)):
             if tokens > max_tokens:

@@ -296,10 +296,50 @@ def test_override_without_value_is_told_so(presets: Path) -> None:
         (["evaluation.sets={a/b: x}"], "'a/b' may hold letters"),
         (["data.system_prompt=hi", "model.chat_template=false"], "data.system_prompt needs a chat template"),
         (["speculation.source=hybrid", "speculation.residual=true"], "speculation.residual decides what is drawn"),
+        (
+            ["schedule.pools.long.tensor_parallel=2"],
+            "schedule.pools.long.tensor_parallel=2 has no effect with rollout.engine=torch",
+        ),
+        (
+            ["asynchrony={partial: split, max_staleness: 1, k_min: 100}"],
+            "asynchrony.k_min (100) must be smaller than rollout.max_tokens (100) with partial=split",
+        ),
+        (
+            ["asynchrony={partial: split, max_staleness: 1, pipeline: stream}"],
+            "asynchrony: partial=split with pipeline=stream needs max_staleness of 2 or more",
+        ),
+        (
+            ["asynchrony={partial: split, max_staleness: 4}", "schedule={batching: tail, deferred: resume}"],
+            "asynchrony.max_staleness is 4: allow 5, or choose restart or auto",
+        ),
+        (
+            ["learner={workers: 2, device: cuda}"],
+            "learner.workers=2 with learner.device=cuda: set learner.num_gpus=1",
+        ),
+        (["learner={workers: 2, num_gpus: 0.5}"], "learner.num_gpus=0.5: learners that share a GPU cannot exchange"),
+        (["learner={workers: 2, device: cpu, num_gpus: 1}"], "set learner.num_gpus=0, or learner.device=auto"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(presets: Path, arguments: list[str], expected: str) -> None:
     assert expected in message(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["asynchrony={partial: split, max_staleness: 1, k_min: 99}"],
+        ["asynchrony={k_min: 500}"],
+        ["asynchrony={partial: split, max_staleness: 2, pipeline: stream}"],
+        ["asynchrony={partial: split, max_staleness: 5}", "schedule={batching: tail, deferred: resume}"],
+        ["asynchrony={partial: split, max_staleness: 4}", "schedule={batching: tail}"],
+        ["learner={workers: 2}"],
+        ["learner={workers: 2, device: cuda, num_gpus: 1}"],
+        ["learner={device: cuda}"],
+        ["learner={num_gpus: 0.5}"],
+    ],
+)
+def test_neighbours_of_contradictions_are_allowed(presets: Path, arguments: list[str]) -> None:
+    load(arguments)
 
 
 def test_contradictions_are_reported_together(presets: Path) -> None:
@@ -320,6 +360,14 @@ def test_microbatch_smaller_than_a_sequence_is_allowed(presets: Path) -> None:
         (["learner.warmup_steps=40"], "the peak learning rate is never reached"),
         (["algorithm.kl={coefficient: 0.1, estimator: k1}"], "expected gradient of zero"),
         (["rollout.workers=500"], "some stay idle"),
+        (
+            ["learner={workers: 65, minibatches: 2}"],
+            "learner.workers=65 exceeds the 64 answers of an update",
+        ),
+        (["learner.parallel=fsdp"], "learner.parallel=fsdp has no effect with learner.workers=1"),
+        (["learner={device: cpu, num_gpus: 1}"], "learner.num_gpus=1 is reserved and stays idle"),
+        (["rollout={device: cpu, num_gpus: 0.5}"], "rollout.num_gpus=0.5 is reserved and stays idle"),
+        (["rollout.num_gpus=2"], "rollout.num_gpus=2: each rollout worker computes on one GPU"),
     ],
 )
 def test_doubtful_settings_are_warned_about(presets: Path, arguments: list[str], expected: str) -> None:

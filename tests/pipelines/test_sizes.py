@@ -64,7 +64,7 @@ def test_unreadable_model_is_a_user_error(tmp_path: Path, damage: str) -> None:
 
 def test_estimate_counts_each_part() -> None:
     estimate = MemoryEstimate.of(config(rollout={"workers": 2, "max_rows": 10}), SHAPE, 100)
-    assert estimate.engine == 2 * 2 * 4 * 1_000_000
+    assert estimate.engine == 2 * 4 * 1_000_000
     assert estimate.kv_cache == 2 * 10 * 100 * SHAPE.kv_bytes_per_token(4)
     assert estimate.learner == 16 * 1_000_000
     assert estimate.checkpoint == 12 * 1_000_000
@@ -79,6 +79,30 @@ def test_reference_model_and_precision_change_the_estimate() -> None:
     half = MemoryEstimate.of(config(rollout={"dtype": "bfloat16"}), SHAPE, 100)
     assert 2 * half.kv_cache == plain.kv_cache
     assert 2 * half.engine == plain.engine
+
+
+def test_engines_that_write_under_two_versions_hold_both() -> None:
+    plain = MemoryEstimate.of(config(), SHAPE, 100)
+    stream = MemoryEstimate.of(config(asynchrony={"pipeline": "stream", "max_staleness": 1}), SHAPE, 100)
+    assert stream.engine == 2 * plain.engine
+
+
+@pytest.mark.parametrize("fields", [{"publish_blend": 0.5}, {"sync_every": 2}])
+def test_a_learner_that_publishes_something_else_than_its_weights_holds_both(fields: dict[str, Any]) -> None:
+    plain = MemoryEstimate.of(config(), SHAPE, 100)
+    holding = MemoryEstimate.of(config(asynchrony=fields), SHAPE, 100)
+    assert holding.learner - plain.learner == 4 * 1_000_000
+
+
+def test_each_learner_holds_everything_unless_they_share_pieces() -> None:
+    blend = {"publish_blend": 0.5}
+    one = MemoryEstimate.of(config(asynchrony=blend), SHAPE, 100)
+    three = MemoryEstimate.of(config(asynchrony=blend, learner={"workers": 3}), SHAPE, 100)
+    pieces = MemoryEstimate.of(config(asynchrony=blend, learner={"workers": 3, "parallel": "fsdp"}), SHAPE, 100)
+    assert three.learner == 3 * one.learner
+    assert pieces.learner == one.learner
+    assert three.processes == pieces.processes > one.processes
+    assert three.checkpoint == one.checkpoint
 
 
 def test_what_lies_on_a_gpu_takes_no_host_memory() -> None:

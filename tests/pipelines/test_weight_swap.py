@@ -31,8 +31,10 @@ BOUNDARY = Handover(kind="boundary", grace_tokens=9)
     ],
 )
 def test_options_say_how_new_weights_take_over(options, expected):
-    asynchrony = {"pipeline": "stream", "max_staleness": 2} | options
-    assert weight_swap(Config(asynchrony=asynchrony)) == expected
+    config = Config(asynchrony={"pipeline": "stream", "max_staleness": 2} | options)
+    assert weight_swap(config) == expected
+    # What the estimate of memory counts is what the engine does with this.
+    assert config.asynchrony.holds_two_versions == (expected.mode == "drain" or expected.handover is not None)
 
 
 @pytest.mark.parametrize(("lag", "expected"), [(0, 12), (1, 8)])

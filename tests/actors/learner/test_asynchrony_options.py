@@ -33,6 +33,7 @@ def test_defaults_are_synchronous_and_raise_no_doubt():
         ),
         ({"partial": "split"}, r"partial=split .* max_staleness=0 forbids: set max_staleness to 1 or more"),
         ({"partial": "split", "max_staleness": 1, "on_interrupt": "drain"}, r"on_interrupt=drain forbids"),
+        ({"partial": "split", "max_staleness": 1, "pipeline": "stream"}, r"nothing could be written while the learner"),
         ({"sync_every": 0}, r"sync_every"),
         ({"max_staleness": -1}, r"max_staleness"),
         ({"pipeline": "streams"}, r"'step' or 'stream'"),
@@ -69,6 +70,23 @@ def test_boundary_doubts():
     assert AsynchronyOptions(**common).doubts() == []
     assert "grace_tokens=0" in AsynchronyOptions(**common, grace_tokens=0).doubts()[0]
     assert "nothing is cut" in AsynchronyOptions(**common, on_interrupt="drain").doubts()[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "two"),
+    [
+        ({}, False),
+        ({"partial": "interrupt", "on_interrupt": "drain"}, False),
+        ({"partial": "split", "max_staleness": 1}, True),
+        ({"pipeline": "stream"}, True),
+        ({"pipeline": "stream", "partial": "interrupt"}, False),
+        ({"pipeline": "stream", "partial": "interrupt", "on_interrupt": "keep_kv"}, False),
+        ({"pipeline": "stream", "partial": "interrupt", "on_interrupt": "drain"}, True),
+        ({"pipeline": "stream", "partial": "interrupt", "interrupt_at": "boundary"}, True),
+    ],
+)
+def test_engines_hold_two_versions_only_where_rows_go_on_under_the_one_before(fields, two):
+    assert AsynchronyOptions(**fields).holds_two_versions == two
 
 
 def test_every_field_is_described():

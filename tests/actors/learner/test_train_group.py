@@ -172,19 +172,6 @@ def test_what_the_user_can_mend_arrives_as_it_was_raised(groups_of_ranks, model_
         group.next()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"device": "cuda"}, r"learner\.workers=2 with learner\.device=cuda: set learner\.num_gpus=1"),
-        ({"num_gpus": 0.5}, r"learner\.num_gpus=0\.5: learners that share a GPU"),
-        ({"device": "cpu", "num_gpus": 1}, r"learner\.device=cpu with learner\.num_gpus=1"),
-    ],
-)
-def test_learners_that_cannot_exchange_gradients_are_refused(fields, message):
-    with pytest.raises(UserError, match=message):
-        train_group._check(LearnerOptions(workers=2, **fields))
-
-
 def test_run_with_two_learners_is_the_run_with_one(ray_session, random_llama, tmp_path):
     """The whole program: the same prompts in the same order, the same first rewards, weights that agree."""
     shared = ("run.steps=2", "reward.functions=[{function: tests.reward_functions.varied}]", "evaluation.after=false")

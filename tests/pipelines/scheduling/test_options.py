@@ -18,8 +18,9 @@ from pipelines.scheduling.tail_batching import TailBatching
 SURROUNDINGS = {"workers": 4, "max_tokens": 256, "max_staleness": 4, "reward_timeout_s": 10.0}
 
 
-def conflicts(max_staleness=4, **fields):
-    return ScheduleOptions.model_validate(fields).conflicts(**{**SURROUNDINGS, "max_staleness": max_staleness})
+def conflicts(max_staleness=4, lag=0, **fields):
+    options = ScheduleOptions.model_validate(fields)
+    return options.conflicts(**{**SURROUNDINGS, "max_staleness": max_staleness}, lag=lag)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,16 @@ def test_deferred_groups_resume_only_where_the_allowed_staleness_covers_their_wa
     assert ScheduleOptions(batching="tail", overlaunch_prompts=1.5).resumes(2)
     assert ScheduleOptions(batching="tail", deferred="resume").resumes(1)
     assert not ScheduleOptions(batching="tail", deferred="restart").resumes(9)
+
+
+def test_answers_that_begin_a_version_late_have_that_much_less_time_to_wait():
+    options = ScheduleOptions(batching="tail")
+    assert [options.resumes(staleness, lag=1) for staleness in (4, 5)] == [False, True]
+    assert not ScheduleOptions().resumes(1, lag=1)
+    assert conflicts(4, batching="tail", deferred="resume") == []
+    assert len(conflicts(4, lag=1, batching="tail", deferred="resume")) == 1
+    assert conflicts(5, lag=1, batching="tail", deferred="resume") == []
+    assert "max_staleness of 5 or more" in conflicts(4, lag=1, batching="tail", second_batching=True)[0]
 
 
 @pytest.mark.parametrize(
