@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from pipelines.config import Config
+from pipelines.joining import START_HEAD
 from pipelines.status import RunStatus
 from storage.errors import UserError
 
@@ -74,6 +75,6 @@ def check_detachable(config: Config) -> None:
     if own:
         raise UserError(
             "a detached run needs a Ray cluster that outlives this program, and the local Ray that it starts ends with "
-            "it: start one with `ray start --head` and name it (RAY_ADDRESS=auto, or cluster.address=HOST:PORT), or "
-            "leave --detach out"
+            f"it: start one ({START_HEAD}) and name it (RAY_ADDRESS=auto, or cluster.address=HOST:PORT), or leave "
+            "--detach out"
         )

@@ -298,7 +298,7 @@ def serve_predictor(
     ] = None,
     address: Annotated[str, typer.Option("--address", help="Ray cluster to join; default: a local Ray.")] = "",
 ) -> None:
-    """Serve the length predictor over HTTP: POST /predict, POST /observe, GET /healthz, GET /metrics, /docs.
+    """Serve the length predictor over HTTP: POST /predict, POST /observe, GET /healthz, /metrics, /openapi.json.
 
     [bold]Examples[/bold]
 

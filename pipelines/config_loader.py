@@ -55,6 +55,7 @@ _RESUMABLE = (
     "reward.processes",
     "reward.timeout_s",
     "reward.error_alarm",
+    "reward.pass_environment",
     "reward.num_cpus",
     "learner.threads",
     "learner.tokens_per_microbatch",

@@ -12,6 +12,9 @@ import ray
 
 from storage.errors import UserError
 
+START_HEAD = "`ray get-auth-token --generate > /dev/null`, then `RAY_AUTH_MODE=token ray start --head`"
+"""How to start a cluster by hand, so that only who has the token may use it."""
+
 _HOST_AND_PORT = re.compile(r"(?:ray://)?(?P<host>.+):(?P<port>\d{1,5})")
 _PROBE_S = 10.0
 _MOST_CHARS = 400

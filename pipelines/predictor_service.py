@@ -161,7 +161,7 @@ async def _serve(service: PredictorService, url: str, host: str, console: Consol
         loop.add_signal_handler(number, stop.set)
 
     def ready() -> None:
-        console.print(f"length predictor at {url} (schema at {url}/docs); Ctrl-C stops it", highlight=False)
+        console.print(f"length predictor at {url} (schema at {url}/openapi.json); Ctrl-C stops it", highlight=False)
         if not _is_loopback(host):
             console.print(f"warning: {host} is open to the network, and there is no authentication", highlight=False)
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from pipelines.active_runs import active_runs, find_conductor
 from pipelines.config import RunOptions
 from pipelines.faults import brief, user_error
-from pipelines.joining import join
+from pipelines.joining import START_HEAD, join
 from pipelines.knobs import Change, Knob, Value
 from pipelines.progress import LiveView, duration, load_status
 from pipelines.status import RunStatus
@@ -254,7 +254,7 @@ def _connect(address: str) -> None:
         return
     given = os.environ.get("RAY_ADDRESS", "")
     origin = f"address={address}" if address else f"RAY_ADDRESS={given}" if given else "the Ray of this machine"
-    advice = "start one with `ray start --head`, or name its head with address= or RAY_ADDRESS (HOST:6379)"
+    advice = f"start one ({START_HEAD}), or name its head with address= or RAY_ADDRESS (HOST:6379)"
     join(address or given or "auto", origin, advice)
 
 

@@ -248,9 +248,12 @@ def _parquet_rows(path: Path, source: str) -> Iterator[Row]:
 
     try:
         with pq.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
-            for number, row in enumerate(rows):
-                yield Row(number, 0, row)
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                batch.validate(full=True)  # texts that are not UTF-8, for instance
+                for row in batch.to_pylist():
+                    yield Row(number, 0, row)
+                    number += 1
     except pa.ArrowException as error:
         raise UserError(f"{source} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
 

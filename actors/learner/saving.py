@@ -28,6 +28,8 @@ TRAINER_FILE = "trainer.pt"
 REFERENCE_FILE = "reference.safetensors"
 SNAPSHOT_FILE = "published.safetensors"
 
+_KEYS = frozenset(("version", "optimiser", "weights", "random", "publisher", "published"))
+
 # What belongs to a model directory besides weights and config.json: tokenizer, chat template, generation defaults.
 _COMPANIONS = (
     "tokenizer*",
@@ -134,15 +136,22 @@ def read_trainer(directory: Path, weights: str | None, reference: Mapping[str, T
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StorageError(describe_failure("cannot read", path, error)) from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except pickle.UnpicklingError:  # its message tells how to run whatever the file holds
+        raise StorageError(
+            f"cannot read {path}: it is damaged, or holds more than tensors and plain values; resume from an earlier "
+            "checkpoint"
+        ) from None
+    except (RuntimeError, EOFError) as error:
         raise StorageError(f"cannot read {path}: it is damaged ({error}); resume from an earlier checkpoint") from error
+    if not isinstance(state, dict) or not state.keys() >= _KEYS:
+        raise StorageError(f"{path} does not hold a trainer's state; resume from an earlier checkpoint")
     if weights is not None and state["weights"] != weights:
         raise StorageError(
             f"{path} was saved with other weights than the model that is loaded: resume with the model directory of "
             "the same checkpoint"
         )
     if reference is not None and (directory / REFERENCE_FILE).exists():
-        saved = load_file(directory / REFERENCE_FILE)
+        saved = _read_weights(directory / REFERENCE_FILE, reference)
         with torch.no_grad():
             for name, tensor in reference.items():
                 tensor.copy_(piece_like(saved[name], tensor))
@@ -158,10 +167,7 @@ def read_snapshot(directory: Path, state: Mapping[str, Any]) -> dict[str, Tensor
     if state["published"] is None:
         return None
     path = directory / SNAPSHOT_FILE
-    try:
-        snapshot: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot read {path}: {error}; resume from an earlier checkpoint") from error
+    snapshot = _read_weights(path, None)
     if fingerprint(_sorted(snapshot)) != state["published"]:
         raise StorageError(f"{path} does not hold the weights that were published; resume from an earlier checkpoint")
     return snapshot
@@ -190,6 +196,22 @@ def write_model(model: Any, state: Mapping[str, Tensor], source: Path, directory
                     shutil.copytree(companion, directory / companion.name, dirs_exist_ok=True)
                 else:
                     shutil.copy2(companion, directory / companion.name)
+
+
+def _read_weights(path: Path, like: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Read a safetensors file; raises ``StorageError`` when it is damaged, or lacks names or shapes of ``like``."""
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot read {path}: {error}; resume from an earlier checkpoint") from error
+    for name, tensor in (like or {}).items():
+        if name not in found or found[name].shape != tensor.shape:
+            there = f"has shape {list(found[name].shape)}" if name in found else "is missing"
+            raise StorageError(
+                f"{path} does not fit the model: {name} {there}, wanted is {list(tensor.shape)}; resume with the model "
+                "directory of the same checkpoint"
+            )
+    return found
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 * ``GET /healthz``: JSON; 200 while the predictor answers.
 * ``GET /metrics``: Prometheus text (version 0.0.4): quality and weight of each ranker, counts. A figure that is not
   known yet is ``NaN``.
-* ``GET /docs`` and ``/openapi.json``: the schema.
+* ``GET /openapi.json``: the schema. There is no page that shows it: such a page would load scripts from elsewhere.
 
 Bad bodies get 422, bodies above the limit 413. Errors are JSON: ``{"error": sentence, "fields": {place: reason}}``;
 they never repeat the input, which may be huge, or not even text.
@@ -136,6 +136,8 @@ def build_app(service: Callable[[], Service]) -> FastAPI:
         title="Slipstream length predictor",
         description="Ranks prompts by the length of the answers to expect, and learns from every finished answer.",
         version="1",
+        docs_url=None,
+        redoc_url=None,
         default_response_class=AsciiJson,
     )
     app.add_middleware(BodyLimit, limit=MAX_BODY_BYTES)

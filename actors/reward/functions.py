@@ -194,7 +194,7 @@ def check_functions(
         spec = entry.function
         builtin = BUILTINS.get(spec)
         if builtin is None:
-            parameters = describe_function(spec, entry.arguments, deadline_s)
+            parameters = describe_function(spec, entry.arguments, deadline_s, options.pass_environment)
         elif builtin.package and importlib.util.find_spec(builtin.package) is None:
             raise UserError(
                 f"reward function {spec} needs the package {builtin.package.replace('_', '-')}; "

@@ -38,6 +38,11 @@ class RewardOptions(BaseModel):
     error_alarm: float = Field(
         0.01, gt=0, le=1, description="Share of failed or timed-out scores in a step that raises an alarm."
     )
+    pass_environment: tuple[str, ...] = Field(
+        (),
+        description="Environment variables that reward functions see although they look like secrets, by name: what is "
+        "called *TOKEN*, *KEY*, AWS_* and the like is kept from them.",
+    )
     num_cpus: float = Field(
         0.0, ge=0, description="Ray CPUs reserved per reward actor; 0 for the embedded default. Unit: CPUs."
     )

@@ -69,6 +69,7 @@ class ScoringPool:
         self._functions: list[dict[str, Any]] = [
             {"function": f.function, "arguments": f.arguments} for f in options.functions
         ]
+        self._passed = options.pass_environment
         self._weights = [f.weight for f in options.functions]
         self.names = function_names([f.function for f in options.functions])
         self._start_deadline_s = start_deadline_s
@@ -217,7 +218,7 @@ class ScoringPool:
 
     def _start_child(self) -> None:
         try:
-            process = ChildProcess(self._functions)
+            process = ChildProcess(self._functions, self._passed)
         except OSError as error:
             raise UserError(f"no scoring process can be started: {error}") from error
         child = _Child(process)

@@ -16,33 +16,19 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from actors.reward.environment import child_environment
 from actors.reward.functions import Parameters
 from actors.reward.wire import FrameBuffer, encode
 from storage.errors import UserError
 
-_SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL", re.IGNORECASE)
-_ROOT = Path(__file__).resolve().parents[2]
 _TAIL_BYTES = 4096
 _CHUNK = 1 << 16
 _STACK_WAIT_S = 0.1
 _STACK_LINE = re.compile(r'File "(?P<path>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
-
-
-def child_environment() -> dict[str, str]:
-    """Return this process's environment for a child: without secrets, with our import path and one thread.
-
-    Hygiene, not a sandbox: a reward function runs with the user's rights.
-    """
-    environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-    paths = [path or os.getcwd() for path in sys.path]
-    known = dict.fromkeys(path for path in (*paths, os.getcwd(), str(_ROOT)) if os.path.exists(path))
-    environment["PYTHONPATH"] = os.pathsep.join(known)
-    environment["OMP_NUM_THREADS"] = "1"
-    return environment
 
 
 class ChildProcess:
@@ -52,8 +38,10 @@ class ChildProcess:
         requests: Pipe to write to (non-blocking), for a selector; replies, output: pipes to read from.
     """
 
-    def __init__(self, functions: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, functions: Sequence[Mapping[str, Any]], passed: Collection[str] = ()) -> None:
         """Start the process and tell it to load ``functions`` (``function`` and ``arguments`` each).
+
+        It sees no secrets of this process's environment but the variables in ``passed``.
 
         Raises ``OSError`` when no process can be started.
         """
@@ -62,7 +50,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=child_environment(),
+            env=child_environment(passed),
             start_new_session=True,
             bufsize=0,
         )
@@ -167,12 +155,14 @@ class ChildProcess:
         return f"{how}; last output: {said[:200]}" if said else how
 
 
-def describe_function(function: str, arguments: Mapping[str, Any], deadline_s: float) -> Parameters:
-    """Import a reward function in a process of its own and return what it takes.
+def describe_function(
+    function: str, arguments: Mapping[str, Any], deadline_s: float, passed: Collection[str] = ()
+) -> Parameters:
+    """Import a reward function in a process of its own, which sees ``passed`` secrets, and return what it takes.
 
     Raises ``UserError`` when that fails, hangs for ``deadline_s`` seconds, or ends the process.
     """
-    child = ChildProcess([{"function": function, "arguments": dict(arguments)}])
+    child = ChildProcess([{"function": function, "arguments": dict(arguments)}], passed)
     try:
         reply = _first_reply(child, deadline_s)
         if reply is None:

@@ -114,7 +114,9 @@ class RolloutArchive:
                         f"{path} has schema version {found.decode(errors='replace')}, this program reads "
                         f"{SCHEMA_VERSION}: read it with the version that wrote it"
                     )
-                return source.read().cast(SCHEMA)
+                table = source.read().cast(SCHEMA)
+                table.validate(full=True)
+                return table
         except (pa.ArrowException, OSError, ValueError) as error:
             raise ArchiveError(
                 f"{path} is damaged and cannot be read ({error}): remove it to go on without it"

@@ -56,8 +56,18 @@ class Block:
         elif self._digest and xxhash.xxh3_64_hexdigest(view) != self._digest:
             self.failure = f"{self.place}: the checksum differs"
         else:
-            self._rows = Rows(pa.ipc.read_record_batch(pa.py_buffer(view), self._schema))
+            self._decode(view)
         return self._rows
+
+    def _decode(self, view: memoryview) -> None:
+        """A checksum says that the bytes are those that were written, not that their offsets stay inside of them."""
+        try:
+            batch = pa.ipc.read_record_batch(pa.py_buffer(view), self._schema)
+            batch.validate(full=True)
+        except (pa.ArrowException, EOFError, OSError, ValueError) as error:
+            self.failure = f"{self.place}: no valid record batch ({str(error).splitlines()[0]})"
+        else:
+            self._rows = Rows(batch)
 
 
 class Segment:

@@ -318,6 +318,21 @@ def test_damaged_file_is_one_clear_error(tmp_path):
     assert len(to_groups(archive.read(1))) == 20
 
 
+def test_text_that_is_not_utf8_never_comes_back(tmp_path):
+    """Whoever wrote the file: its page checksums are right."""
+    archive = RolloutArchive(tmp_path)
+    path = archive.append(1, [make_group()], {}, sampling=SAMPLING)
+    table = archive.read(1)
+    offsets = np.arange(table.num_rows + 1, dtype=np.int32)
+    broken = pa.Array.from_buffers(
+        pa.string(), table.num_rows, [None, pa.py_buffer(offsets), pa.py_buffer(b"\xff" * table.num_rows)]
+    )
+    place = table.schema.get_field_index("text")
+    pq.write_table(table.set_column(place, SCHEMA.field("text"), broken), path, write_page_checksum=True)
+    with pytest.raises(ArchiveError, match=r"step_000001\.parquet is damaged.*UTF8"):
+        archive.read(1)
+
+
 def test_flipped_bits_never_come_back_as_logprobs(tmp_path):
     rng = np.random.default_rng(0)
     group = make_group()

@@ -134,6 +134,13 @@ def test_sources_that_are_not_there_are_refused(tmp_path, counting):
     assert "did you mean builtin:counting?" in refusal("counting")
 
 
+def test_parquet_file_with_text_that_is_not_utf8_is_refused(tmp_path):
+    offsets = pa.py_buffer(np.array([0, 1, 2], np.int32))
+    broken = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
+    pq.write_table(pa.table({"prompt": broken}), tmp_path / "rows.parquet")
+    assert "rows.parquet cannot be read as Parquet" in refusal(tmp_path / "rows.parquet")
+
+
 def test_empty_parquet_file_is_refused(tmp_path):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "rows.parquet")
     assert "is empty" in refusal(tmp_path / "rows.parquet")

@@ -1,10 +1,12 @@
 """Ten steps equal five, a save, a load and five more, bit for bit on CPU (I7)."""
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from actors.learner.learn import Save, Saved, Stop, TrainBatch, Trained, learn
@@ -87,6 +89,52 @@ def test_missing_or_damaged_state_names_the_file(model_path, tmp_path, damage):
         file = tmp_path / "trainer.pt"
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(StorageError, match=r"trainer\.pt"):
+        learner.load(tmp_path)
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_state_that_would_run_code_is_refused_and_runs_none(model_path, tmp_path):
+    learner = make_learner(model_path)
+    torch.save({"version": 0, "weights": Payload(tmp_path / "harm")}, tmp_path / "trainer.pt")
+    with pytest.raises(StorageError, match=r"trainer\.pt: it is damaged, or holds more than tensors") as caught:
+        learner.load(tmp_path)
+    assert "weights_only" not in str(caught.value), "torch's advice is to run it"
+    assert not (tmp_path / "harm").exists()
+    torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert (tmp_path / "harm").is_dir(), "the payload does no harm, so the test proves nothing"
+
+
+def test_state_of_something_else_is_refused(model_path, tmp_path):
+    learner = make_learner(model_path)
+    for content in ({"version": 0}, [1, 2], torch.zeros(2)):
+        torch.save(content, tmp_path / "trainer.pt")
+        with pytest.raises(StorageError, match=r"trainer\.pt does not hold a trainer's state"):
+            learner.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "lacking", "reshaped"])
+def test_reference_that_is_damaged_or_of_another_model_is_refused(model_path, tmp_path, damage):
+    learner = make_learner(model_path, kl={"coefficient": 0.1})
+    learner.save(tmp_path)
+    file = tmp_path / "reference.safetensors"
+    weights = load_file(file)
+    name = min(weights)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:100])
+    elif damage == "lacking":
+        save_file({other: tensor for other, tensor in weights.items() if other != name}, file)
+    else:
+        save_file({**weights, name: torch.zeros(3, 5)}, file)
+    with pytest.raises(StorageError, match=r"reference\.safetensors"):
         learner.load(tmp_path)
 
 

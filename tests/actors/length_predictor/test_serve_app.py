@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -154,7 +155,24 @@ def test_health_quality_and_schema_are_published(service: Deployed) -> None:
     assert f"{PREFIX}answers_total" in values
     schema = service.send("/openapi.json").json
     assert set(schema["paths"]) == {"/predict", "/observe", "/healthz", "/metrics"}
-    assert service.send("/docs").status == 200
+
+
+def test_no_page_loads_scripts_from_elsewhere(service: Deployed) -> None:
+    for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+        assert service.send(path).status == 404
+
+
+def test_it_listens_on_loopback_unless_told(service: Deployed) -> None:
+    assert service.send("/healthz").status == 200
+    addresses = [entry.address for found in psutil.net_if_addrs().values() for entry in found]
+    others = [a for a in addresses if a.count(".") == 3 and not a.startswith("127.")]
+    assert others, "this machine has no other address: nothing is shown"
+    for address in others:
+        with (
+            pytest.raises(OSError, match=r"refused|timed out|reach"),
+            socket.create_connection((address, service.port), timeout=2),
+        ):
+            pass
 
 
 def test_by_handle_it_serves_a_training_run(service: Deployed) -> None:

@@ -193,12 +193,13 @@ def test_function_that_breaks_the_channel_gets_an_error(make_pool, function):
     assert [(r.status, r.reward) for r in results] == [("error", None)] * 2
 
 
-def test_secrets_are_not_visible_to_reward_functions(make_pool, monkeypatch):
-    hidden = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "OPENAI_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS")
-    for name in (*hidden, "MY_SETTING"):
+def test_secrets_are_not_visible_to_reward_functions_unless_passed(make_pool, monkeypatch):
+    hidden = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "GOOGLE_APPLICATION_CREDENTIALS")
+    for name in (*hidden, "OPENAI_API_KEY", "MY_SETTING"):
         monkeypatch.setenv(name, "value")
-    results = score(make_pool("environment"), *hidden, "MY_SETTING", "PATH", "PYTHONPATH")
-    assert [r.reward for r in results] == [0.0] * len(hidden) + [1.0] * 3
+    pool = make_pool("environment", pass_environment=("OPENAI_API_KEY", "NOT_SET"))
+    results = score(pool, *hidden, "NOT_SET", "OPENAI_API_KEY", "MY_SETTING", "PATH", "PYTHONPATH")
+    assert [r.reward for r in results] == [0.0] * 5 + [1.0] * 4
 
 
 def test_columns_arrive_as_they_were(make_pool):

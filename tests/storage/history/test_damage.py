@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from xxhash import xxh3_64_hexdigest
 
 from storage.files import StorageError
 from storage.history import reader as reader_module
 from storage.history import store as store_module
 from storage.history.manifest import HistoryError, Manifest, read_manifest, write_manifest
 from storage.history.rows import history_schema
-from storage.history.segments import Segment
+from storage.history.segments import Block, Segment
 from storage.history.store import HistoryStore
 from storage.journal import decode_line, encode_line
 from storage.records import Group
@@ -63,6 +65,19 @@ def test_a_flipped_byte_anywhere_in_a_segment_costs_its_own_block_only(
                 assert len(found) == 2 - sum(lost)
                 assert (len(store.damage), len(store.verify())) == (sum(lost), 1)
         flip(segment.path, place)
+
+
+def test_a_block_whose_offsets_leave_it_is_damaged_whatever_its_checksum_says() -> None:
+    schema = pa.schema([("tokens", pa.list_(pa.int32()))])
+    batch = pa.record_batch([pa.array([[5, 6], [7, 8]], pa.list_(pa.int32()))], schema=schema)
+    whole = batch.serialize().to_pybytes()
+    offsets = np.array([0, 2, 4], np.int32).tobytes()
+    assert whole.count(offsets) == 1
+    far = whole.replace(offsets, np.array([0, 2, 2**30], np.int32).tobytes())
+    for content in (far, whole[:-8], b"\0" * 64):
+        block = Block("here", lambda content=content: memoryview(content), xxh3_64_hexdigest(content), schema)
+        assert block.load() is None
+        assert block.failure.startswith("here: no valid record batch (")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.999])
