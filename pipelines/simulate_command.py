@@ -57,7 +57,6 @@ def simulate(
     [cyan]slipstream simulate --p50 600 --p90 6000 --cap 32768 --predictor 0[/cyan]
     A heavier tail, and no predictor.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from pipelines.simulation.cluster import ClusterModel
@@ -67,20 +66,21 @@ def simulate(
     from pipelines.simulation.scenarios import long_share_sweep, simulate_case, standard_cases
     from pipelines.simulation.simulator import Workload
     from pipelines.simulation.table import COLUMNS, DENOMINATORS, setting, table_rows
+    from pipelines.terminal import report_console
 
     cluster = ClusterModel(gpus=gpus, gpus_per_replica=gpus_per_replica, slots=slots, kv_tokens=kv_tokens)
     law = LogNormalLengths(p50=p50, p90=p90, cap=cap, prompt_share=prompt_share, correlation=predictor, seed=seed)
     lengths: LengthModel = law
     if recorded is not None:
-        from storage.run_directory import RunDirectory
+        from pipelines.remote_views import find_readable
 
-        run = RunDirectory.open(Path(recorded), Path("runs"))
+        run = find_readable(recorded, Path("runs"), "rollouts/train/")
         lengths = RecordedLengths.read(run.rollouts, correlation=predictor, seed=seed)
     if output is not None and not output.absolute().parent.is_dir():
         raise UserError(f"--output {output}: the folder {output.absolute().parent} does not exist: make it first")
     per_step = prompts or 4 * gpus
     workload = Workload(prompts_per_step=per_step, samples=samples, prompts=per_step * steps, seed=seed)
-    console = Console()
+    console = report_console()
     cases = standard_cases(overlaunch, predictor=predictor > 0)
     results = []
     with console.status("simulating") as status:

@@ -64,7 +64,7 @@ class Watchdog:
             self._since.pop(role.name, None)
             return
         since = self._since.setdefault(role.name, now)
-        report = await self._health(role)
+        report = await self._health(role, min(_HEALTH_DEADLINE_S, deadline_s))
         if report.get("pending") == 0:  # a reward worker that is free while another one scores
             self._since.pop(role.name, None)
             return
@@ -78,10 +78,10 @@ class Watchdog:
             self._since.pop(role.name, None)
             ray.kill(role.actor)
 
-    async def _health(self, role: Role) -> dict[str, Any]:
-        """Return a role's health report; empty when it does not answer, which counts as no progress."""
+    async def _health(self, role: Role, deadline_s: float) -> dict[str, Any]:
+        """Return a role's health report; empty when it does not answer in time, which counts as no progress."""
         try:
-            report: dict[str, Any] = await asyncio.wait_for(role.actor.health.remote(), _HEALTH_DEADLINE_S)
+            report: dict[str, Any] = await asyncio.wait_for(role.actor.health.remote(), deadline_s)
         except (ray.exceptions.RayError, TimeoutError):
             return {}
         return report

@@ -5,9 +5,9 @@ writing a batch takes three times as long, as long, or a third of that. *Ratios*
 step is generation plus training. *Long tail*: long-tailed answers at 3:1, where it also waits for the longest answer;
 a stream that hands new weights over in mid-answer does not. All pipelines have the same workers, slots and learner.
 
-The learner does real work only: four updates a batch with the proximal policy computed beforehand and activations
-recomputed, one answer a micro-batch. A batch of the tiny model then lasts some seconds: long against the pass of an
-engine, as the training step of a large model is.
+The learner does real work only: four updates a batch with the proximal and the reference policy computed beforehand
+and activations recomputed, one answer a micro-batch. A batch of the tiny model then lasts some seconds: long against
+the pass of an engine, as the training step of a large model is.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from storage.tasks import RunningSums
 
 OPTIONS: dict[str, OptionValue] = {"part": "both", "steps": 10, "t0_ms": 0.0, "seed": 0, "keep": ""}
 
-_WORKERS = 4
+_TAIL_WORKERS = 4
+_RATIO_WORKERS = 2  # fewer passes for the same rows: two cores are to be the learner's, not the pace's
 _RATIOS = {"3to1": 3.0, "1to1": 1.0, "1to3": 1 / 3}
 _PARTS = ("both", "ratios", *_RATIOS, "tail")
 _SKIP = 2
-_CALIBRATION_STEPS = 4
+_CALIBRATION_STEPS = 6
 _CALIBRATION_T0_MS = 60.0
 _SHORTEST_T0_MS = 8.0
 _SHORT_TASK = RunningSums(max_stations=4, median_laps=1.0, sigma_laps=0.3, max_laps=2)
 _SHORT_PROMPTS = 128
 _LONG_PROMPTS = 240
+_PROMPTS_PER_STEP = 16
+_SAMPLES = 16
 _SETTINGS = (
-    "rollout.prompts_per_step=16",
-    "rollout.samples_per_prompt=16",
-    "rollout.max_rows=64",
+    f"rollout.prompts_per_step={_PROMPTS_PER_STEP}",
+    f"rollout.samples_per_prompt={_SAMPLES}",
     "learner.tokens_per_microbatch=16",
     "learner.minibatches=4",
     "learner.gradient_checkpointing=true",
     "algorithm.name=decoupled_ppo",
+    "algorithm.kl.coefficient=0.001",
 )
 _STREAM = ("asynchrony.pipeline=stream", "asynchrony.partial=interrupt")
 
@@ -55,15 +58,17 @@ class _Bench:
     steps: int
     seed: int
     task: str
+    workers: int
     data: tuple[str, ...]
 
     def run(self, name: str, t0_ms: float, settings: Sequence[str], steps: int = 0) -> PacedRun:
         """Train for ``steps`` steps (0: as many as asked for); the first two, which fill a stream, do not count."""
         length = [f"run.steps={steps or self.steps}"]
-        overrides = [*_SETTINGS, *self.data, *length, *settings]
+        slots = f"rollout.max_rows={_PROMPTS_PER_STEP * _SAMPLES // self.workers}"  # one for every answer of a step
+        overrides = [*_SETTINGS, slots, *self.data, *length, *settings]
         name = f"{self.task}-{name}"
         return paced_run(
-            self.parent, name, t0_ms=t0_ms, workers=_WORKERS, seed=self.seed, overrides=overrides, skip=_SKIP
+            self.parent, name, t0_ms=t0_ms, workers=self.workers, seed=self.seed, overrides=overrides, skip=_SKIP
         )
 
 
@@ -80,12 +85,13 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     every: list[PacedRun] = []
     with workplace(str(options["keep"])) as parent:
         data = (*write_prompts(parent, _SHORT_TASK, _SHORT_PROMPTS), "rollout.max_tokens=64")
-        short = _Bench(parent, steps, int(options["seed"]), "short", data)
+        short = _Bench(parent, steps, int(options["seed"]), "short", _RATIO_WORKERS, data)
         comparisons: list[Comparison] = []
         if part != "tail":
             comparisons += _ratios(short, [part] if part in _RATIOS else list(_RATIOS), float(options["t0_ms"]))
         if part in ("both", "tail"):
-            long = replace(short, task="tail", data=write_prompts(parent, LONG_TAILED, _LONG_PROMPTS))
+            tailed = write_prompts(parent, LONG_TAILED, _LONG_PROMPTS)
+            long = replace(short, task="tail", workers=_TAIL_WORKERS, data=tailed)
             comparisons += _tail(long, float(options["t0_ms"]))
         for comparison in comparisons:
             rows += [row(run, comparison.baseline) for run in comparison.runs]
@@ -93,12 +99,14 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
             every += comparison.runs
             notes.append(comparison.note())
         figures |= shared_figures(every, figures)
+        figures["length_ratio"] = min(comparison.length_ratio() for comparison in comparisons)
     overrun, note = validity(every)
     figures["overrun"] = overrun
     notes += [
         note,
-        f"{_WORKERS} rollout workers, profile latency_bound, model tiny, 16 prompts of 16 answers, {steps} steps of "
-        f"which the first {_SKIP} do not count on either side; generate: engine time of the busiest worker",
+        f"{_RATIO_WORKERS} rollout workers ({_TAIL_WORKERS} on the long tail), profile latency_bound, model tiny, "
+        f"{_PROMPTS_PER_STEP} prompts of {_SAMPLES} answers, {steps} steps of which the first {_SKIP} do not count on "
+        "either side; generate: engine time of the busiest worker",
         "pause_share: pause of a worker for new weights over a step, mean of a run, worst run",
     ]
     return BenchResult(name="asynchrony", columns=COLUMNS, rows=tuple(rows), figures=figures, notes=tuple(notes))
@@ -124,8 +132,15 @@ class Comparison:
         return [self.baseline, *self.streams.values()]
 
     def figures(self) -> dict[str, float]:
-        """Speed-up of each stream."""
+        """Speed-up of each stream, by trained prompts."""
         return {f"speedup_{name}": speedup([self.baseline], [run]) for name, run in self.streams.items()}
+
+    def length_ratio(self) -> float:
+        """Mean length of the answers that a stream trained over that of the baseline, the smallest of all streams.
+
+        Below 1 a stream had longer answers under way when it ended, and its speed-up by prompts flatters it by as much.
+        """
+        return min(run.mean_length for run in self.streams.values()) / self.baseline.mean_length
 
     def note(self) -> str:
         """The pace, and the ratio that it gave."""

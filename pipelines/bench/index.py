@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pipelines.bench import arctic
 from pipelines.bench.harness import BenchResult, OptionValue
 from storage.errors import UserError
 from storage.history.index.automaton_set import AutomatonSet
@@ -75,7 +76,8 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     groups = synthetic_groups(sizes["prompts"], sizes["samples"], sizes["length"], int(options["seed"]))
     measured = measure_index(groups, rounds=sizes["rounds"])
     figures: dict[str, float] = {}
-    for key, result in zip(("prompt", "global", "live", "levels", "fuzzy"), measured, strict=True):
+    keys = ("prompt", "global", "live", "levels", "fuzzy", "arctic")
+    for key, result in zip(keys, measured, strict=False):
         figures[f"index_build_mtok_s_{key}"] = result.build_rate
         figures[f"index_bytes_per_token_{key}"] = result.bytes_per_token
         figures[f"index_row_us_{key}"] = result.step_us
@@ -96,7 +98,10 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
         f"{tokens} synthetic tokens, {sizes['prompts']} prompts, {sizes['samples'] - 1} answers each and one held out",
         f"{ROWS} rows a step, {ACCEPTED} tokens taken in and up to {WIDTH} drafted; medians of CPU time on one thread",
         "live automaton: siblings are written before, and its bytes include room to grow; "
-        "levels and fuzzy are called row by row from Python",
+        "levels, fuzzy and arctic are called row by row from Python",
+        "arctic-inference: one suffix tree of all, and one a row; memory is its own estimate"
+        if len(measured) == len(keys)
+        else "arctic-inference is not installed here; where it is, it is measured beside ours",
     )
     return BenchResult(name="index", columns=columns, rows=rows, figures=figures, notes=notes)
 
@@ -129,7 +134,8 @@ def measure_index(groups: Sequence[Sequence[Int32Array]], *, rounds: int) -> lis
         rounds: Times that builds and walks are repeated; the median counts.
 
     Returns:
-        Automata per prompt, one automaton of all prompts, live automaton, levels, fuzzy.
+        Automata per prompt, one automaton of all prompts, live automaton, levels, fuzzy, and the suffix trees of
+        arctic-inference where it is installed.
     """
     histories = [list(group[:-1]) for group in groups]
     everything = [answer for history in histories for answer in history]
@@ -163,6 +169,12 @@ def measure_index(groups: Sequence[Sequence[Int32Array]], *, rounds: int) -> lis
     seconds, fuzzy = _timed(lambda: FuzzyIndex.build(everything), rounds)
     steps = walk.measure(lambda: walk.calling(fuzzy.draft), rounds)
     results.append(IndexFigures("fuzzy", tokens / seconds / 1e6, fuzzy.nbytes / tokens, *steps))
+
+    if arctic.installed():
+        seconds, trees = _timed(lambda: arctic.ArcticTrees(everything), rounds)
+        size = trees.nbytes / tokens
+        steps = walk.measure(lambda: walk.requesting(trees), rounds)
+        results.append(IndexFigures("arctic-inference", tokens / seconds / 1e6, size, *steps))
     return results
 
 
@@ -210,6 +222,18 @@ class _Walk:
         def step(start: Int64Array, stop: Int64Array) -> None:
             for row in range(len(self.text)):
                 found, _ = draft(self.text[row, : stop[row]], WIDTH)
+                self.tokens[row, : len(found)] = found
+                self.length[row] = len(found)
+
+        return step
+
+    def requesting(self, trees: arctic.ArcticTrees) -> Step:
+        """Return the step of rows that are fresh requests of arctic-inference."""
+        requests = [trees.begin() for _ in self.rows]
+
+        def step(start: Int64Array, stop: Int64Array) -> None:
+            for row, request in enumerate(requests):
+                found = trees.step(request, self.text[row, : stop[row]], int(stop[row] - start[row]), WIDTH)
                 self.tokens[row, : len(found)] = found
                 self.length[row] = len(found)
 

@@ -43,8 +43,23 @@ _COMMON = (
 LONG_TAILED = RunningSums(median_laps=1.0, sigma_laps=1.5)
 """Prompts of the kind that model tiny knows, with a longer tail: P90 is about 4.3 medians, the cap about 17."""
 
-COLUMNS = ("run", "steps", "prompts", "s/prompt", "speed-up", "generate", "learn", "rest", "P90/P50", "overrun")
-"""Heads of the table that :func:`row` fills. Unit of generate, learn and rest: share of the time of all steps."""
+COLUMNS = (
+    "run",
+    "steps",
+    "prompts",
+    "s/prompt",
+    "speed-up",
+    "generate",
+    "learn",
+    "rest",
+    "length",
+    "P90/P50",
+    "overrun",
+)
+"""Heads of the table that :func:`row` fills.
+
+Unit of generate, learn and rest: share of the time of all steps; of length: tokens of a trained answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +108,11 @@ class PacedRun:
         return float(p90 / max(1.0, p50))
 
     @property
+    def mean_length(self) -> float:
+        """Tokens of a trained answer on average: a schedule that leaves long ones for later trains shorter ones."""
+        return float(self.lengths().mean())
+
+    @property
     def overrun_share(self) -> float:
         """Share of engine steps whose real time was above 0.7 of the paced one, worst worker."""
         return float(self.run.steps[-1]["rollout/pacing_overrun_share"])
@@ -117,7 +137,15 @@ class PacedRun:
 
 
 def paced_run(
-    parent: Path, name: str, *, t0_ms: float, workers: int, seed: int, overrides: Sequence[str], skip: int = 0
+    parent: Path,
+    name: str,
+    *,
+    t0_ms: float,
+    workers: int,
+    seed: int,
+    overrides: Sequence[str],
+    skip: int = 0,
+    environment: Mapping[str, str] | None = None,
 ) -> PacedRun:
     """Train with paced generation in ``parent / name``.
 
@@ -129,12 +157,13 @@ def paced_run(
         seed: ``run.seed``.
         overrides: Further ``section.field=value`` settings.
         skip: Steps at the beginning that do not count.
+        environment: Variables of the run's process, on top of this one's.
 
     Raises:
         UserError: The run failed, or is not longer than ``skip`` steps.
     """
     settings = [*_COMMON, f"run.seed={seed}", f"rollout.workers={workers}", f"rollout.pacing.t0_ms={t0_ms:g}"]
-    run = run_training(parent, name, [*settings, *overrides])
+    run = run_training(parent, name, [*settings, *overrides], environment=environment)
     if len(run.steps) <= skip:
         raise UserError(f"{run.directory} has {len(run.steps)} steps, {skip + 1} are needed: give it more prompts")
     return PacedRun(name, run, skip)
@@ -176,6 +205,7 @@ def row(run: PacedRun, baseline: PacedRun) -> tuple[str, ...]:
         f"{run.share('generate'):.0%}",
         f"{run.share('learn'):.0%}",
         f"{rest:.0%}",
+        f"{run.mean_length:.0f}",
         f"{run.length_tail:.1f}",
         f"{run.overrun_share:.1%}",
     )

@@ -102,7 +102,7 @@ def run(options: Mapping[str, OptionValue]) -> BenchResult:
     with tempfile.TemporaryDirectory(prefix="slipstream-speculation-") as folder:
         archive = RolloutArchive(Path(folder) / "rollouts", world.data.tokenizer_fingerprint)
         exact = trials.exact_trial(world, sizes.modes, plan, Path(folder) / "exact", archive)
-        figures, more, notes = _forecasts(exact, archive, sizes)
+        figures, more, notes = _forecasts(exact, archive, sizes, Path(folder) / "sources")
     lenient = None
     if sizes.lenient:
         with tempfile.TemporaryDirectory(prefix="slipstream-speculation-") as folder:
@@ -233,9 +233,10 @@ def _epoch_table(sizes: Sizes, exact: Trial, lenient: Trial | None) -> BenchTabl
 
 
 def _forecasts(
-    exact: Trial, archive: RolloutArchive, sizes: Sizes
+    exact: Trial, archive: RolloutArchive, sizes: Sizes, folder: Path
 ) -> tuple[dict[str, float], list[BenchTable], list[str]]:
     """Predict the measured speed-up from the recorded answers, and play all rules back over them."""
+    from pipelines.bench.draft_sources import compare_sources, sources_table
     from pipelines.forecast import forecast, predicted_speedup
 
     cost = exact.cost(("off", "history"), range(sizes.epochs))
@@ -268,7 +269,8 @@ def _forecasts(
     table = BenchTable(
         "rules on the same traces, speed-up by cost ratio c", tuple(lines[0]), tuple(map(tuple, lines[1:]))
     )
-    return figures, [table], notes
+    sources = compare_sources(archive, cost, folder, max_rows=sizes.rows, fingerprint=archive.tokenizer_fingerprint)
+    return figures, [table, sources_table(sources)], notes
 
 
 def _repeat_curve(name: str, sizes: Sizes, shares: Sequence[float], seed: int) -> list[float]:

@@ -79,6 +79,7 @@ def run_training(
     name: str,
     overrides: Sequence[str] = (),
     *,
+    preset: str | None = None,
     environment: Mapping[str, str] | None = None,
     sample_memory: bool = False,
 ) -> TrainingRun:
@@ -87,7 +88,8 @@ def run_training(
     Args:
         parent: Folder of run directories.
         name: Name of the run.
-        overrides: ``section.field=value`` settings on top of the default preset.
+        overrides: ``section.field=value`` settings on top of the preset.
+        preset: What to start from; None: the default, or what ``overrides`` name.
         environment: Variables on top of this process's.
         sample_memory: Read the memory of all the run's processes once a second (Linux only).
 
@@ -97,7 +99,9 @@ def run_training(
     directory = parent / name
     if directory.exists():
         raise UserError(f"{directory} exists already: remove it, or choose another folder for option keep")
-    command = [sys.executable, "-m", "pipelines", "train", f"run.directory={parent}", f"run.name={name}", *overrides]
+    place = (f"run.directory={parent}", f"run.name={name}")
+    chosen = [preset] if preset else []
+    command = [sys.executable, "-m", "pipelines", "train", *chosen, *place, *overrides]
     log = parent / f"{name}.log"
     began, clock = time.time(), time.perf_counter()
     with log.open("wb") as output:

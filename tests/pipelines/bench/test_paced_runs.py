@@ -119,6 +119,13 @@ def test_worst_and_even_ratio_are_the_smallest_of_their_kind(tmp_path):
     assert found["staleness_violations"] == 0
 
 
+def test_streams_that_trained_shorter_answers_say_so():
+    baseline, same = lasting(4.0, 4.0), lasting(2.0, 2.0)
+    shorter = lasting(2.0, 2.0, answers=(10, 20, 30, 60))
+    assert Comparison(20.0, baseline, {"same": same}).length_ratio() == 1
+    assert Comparison(20.0, baseline, {"same": same, "shorter": shorter}).length_ratio() == pytest.approx(120 / 160)
+
+
 def demonstrated(task, count):
     rng = np.random.default_rng(0)
     return [len(task.demonstrate(row, rng)) + 1 for row in task.generate(count=count, seed=1) for _ in range(8)]
