@@ -206,6 +206,8 @@ class Session:
         try:
             if config.evaluation.before and "before" not in self.evaluations:
                 self.evaluations["before"] = await self._evaluate()
+            if self._resume is not None and self._resume.meta.get("evaluation_due"):
+                await self._evaluate()
             self._step_began = time.perf_counter()
             if isinstance(self._runner, StreamRunner):
                 self._runner.open()
@@ -213,10 +215,12 @@ class Session:
                 self._step_began += await self.controls.serve(self)
                 self._safe_point = await self._state()
                 await self._one_step()
-                self._safe_point = await self._state()
                 every, save_every = self._config.evaluation.every, self._config.checkpoint.every
                 last = self.step >= self._data.total_steps or self._rounds.exhausted
-                if every and self.step % every == 0 and not (last and config.evaluation.after):
+                due = bool(every) and self.step % every == 0 and not (last and config.evaluation.after)
+                # A stop during the evaluation saves the step, and a resumed run begins with what is missing.
+                self._safe_point = {**await self._state(), "evaluation_due": due}
+                if due:
                     await self._evaluate()
                 if save_every and self.step % save_every == 0 and not last:
                     await self._save(await self._state())

@@ -42,6 +42,12 @@ def slow(prompts, completions, **columns):
     return [float(len(c)) for c in completions]
 
 
+def patient(prompts, completions, pause=(0.0,), **columns):
+    """Takes as many seconds as the column ``pause`` says."""
+    time.sleep(pause[0])
+    return varied(prompts, completions)
+
+
 KINDS = ("fine", "fine", "fine", "raises", "too_many", "nan", "hangs", "dies")
 
 

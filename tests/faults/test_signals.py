@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from pipelines.launch import train
+from pipelines.monitoring import read_records
 from storage.checkpoints import CheckpointStore
 from tests.conftest import ROOT
 from tests.runs import SMALL, small_config, steps_of, trained_keys
@@ -98,6 +100,60 @@ def test_sigterm_saves_and_the_run_goes_on_where_it_stopped(ray_session, random_
     config = small_config(random_llama, tmp_path / "runs", "stopped", *OPTIONS, f"run.steps={saved.step + 2}")
     assert train(config, name="stopped", resume=run) == 0
     assert_each_prompt_once_per_epoch(run, saved.step + 2)
+
+
+def write_held_out(path, pause):
+    """Prompts whose answers take ``pause`` seconds each to be scored: 50 of them."""
+    rows = [{"prompt": f"{number}?", "answer": "x", "pause": pause} for number in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def press_ctrl_c_in_an_evaluation(run, pressed):
+    """Wait until the run evaluates between its steps, and send the signal that a terminal sends."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            status = json.loads((run / "status.json").read_text())
+        except FileNotFoundError:
+            status = {"state": "", "step": 0}
+        if status["state"] == "evaluating" and status["step"] > 0:
+            pressed.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("pipeline", ["step", pytest.param("stream", marks=pytest.mark.slow)])
+def test_ctrl_c_in_the_middle_of_an_evaluation_saves_the_step_before_it(ray_session, random_llama, tmp_path, pipeline):
+    """It ends in seconds, where the evaluation would take minutes; the resumed run begins with that evaluation."""
+    held_out, run, pressed = tmp_path / "held_out.jsonl", tmp_path / "cut", []
+    write_held_out(held_out, pause=5.0)
+    options = (
+        "run.steps=4",
+        "evaluation.every=2",
+        "evaluation.before=false",
+        "evaluation.after=false",
+        "evaluation.prompts=50",
+        f"evaluation.sets={{heldout: {held_out}}}",
+        "reward.functions=[{function: tests.reward_functions.patient}]",
+        "algorithm.name=decoupled_ppo",
+        f"asynchrony={{pipeline: {pipeline}, max_staleness: 1}}",
+    )
+    config = small_config(random_llama, tmp_path, "cut", *options)
+    threading.Thread(target=press_ctrl_c_in_an_evaluation, args=(run, pressed), daemon=True).start()
+    assert train(config, name="cut") == 0
+    assert time.monotonic() - pressed[0] < 60
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 2)
+    saved = CheckpointStore(run / "checkpoints").latest()
+    saved.verify()
+    assert saved.step == 2
+
+    write_held_out(held_out, pause=0.0)
+    assert train(config, name="cut", resume=run) == 0
+    assert_each_prompt_once_per_epoch(run, 4)
+    evaluated = [record["step"] for record in read_records(run / "metrics.jsonl") if "eval/heldout/accuracy" in record]
+    assert evaluated == [2, 4]
 
 
 @pytest.mark.slow
