@@ -20,6 +20,16 @@ KNOWN = AlgorithmOptions.model_fields
 # Each group of ranks divides the work in its own way, and times differ anyway.
 OWN = ("seconds_", "microbatches", "padding_share")
 GROUPS = [(2, "ddp"), (3, "ddp"), (2, "fsdp"), (3, "fsdp")]
+QUICK = {(2, "ddp", "grpo", 2), (3, "ddp", "gspo", 1), (2, "fsdp", "gspo", 2), (3, "fsdp", "decoupled_ppo", 1)}
+VARIANTS = [
+    pytest.param(*variant, marks=() if variant in QUICK else pytest.mark.slow)
+    for variant in (
+        (count, parallel, algorithm, minibatches)
+        for count, parallel in GROUPS
+        for algorithm in ("grpo", "decoupled_ppo", "gspo")
+        for minibatches in (1, 2)
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +117,7 @@ def same(several, one):
     assert leader["alarms"] == one["alarms"]
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("algorithm", ["grpo", "decoupled_ppo", "gspo"])
-@pytest.mark.parametrize(("count", "parallel"), GROUPS)
+@pytest.mark.parametrize(("count", "parallel", "algorithm", "minibatches"), VARIANTS)
 def test_three_steps_are_those_of_one_learner(pools, model_path, batches, count, parallel, algorithm, minibatches):
     fields = {"minibatches": minibatches, "tokens_per_microbatch": 64, "parallel": parallel}
     one = train(None, model_path, algorithm, batches, fields)
