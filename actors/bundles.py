@@ -159,9 +159,10 @@ class RateEnvelope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEnvelope:
-    """Tells the learner to write its components under ``directory``."""
+    """Tells the learner to write its components under ``directory``, or to send them to ``uri`` if that is not here."""
 
     directory: str
+    uri: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,33 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import UserError
 from storage.files import StorageError, describe_failure, remove_temporaries, try_lock
+from storage.remote.address import Address
+from storage.remote.marker import read_marker
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*$")
 _CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTicket:
+    """What a process of a run with a remote directory needs to write where the run writes.
+
+    Attributes:
+        uri: Address of the run.
+        token: Of its lease.
+        spread: Roles may be on machines that do not see the folder of the run: what they load and save travels.
+    """
+
+    uri: str
+    token: str
+    spread: bool = False
 
 
 class RunDirectory:
@@ -30,11 +48,44 @@ class RunDirectory:
         self.events = path / "events.log"
         self.ledger = path / "ledger.jsonl"
         self.status = path / "status.json"
+        self.restarts = path / "restarts.json"
         self.tensorboard = path / "tensorboard"
         self.rollouts = path / "rollouts"
         self.history = path / "history"
         self.checkpoints = path / "checkpoints"
         self._lock = path / ".lock"
+
+    @property
+    def address(self) -> str:
+        """Where people find the run: the URI that this folder is a copy of, or its path."""
+        marker = read_marker(self.path)
+        return str(self.path) if marker is None else marker.uri
+
+    @property
+    def ticket(self) -> RunTicket | None:
+        """What the conductor needs beside the path; None where that is enough."""
+        return None
+
+    def where(self, path: Path | str) -> str:
+        """Name a file or folder of the run for people, as :attr:`address` names the run."""
+        marker = read_marker(self.path)
+        if marker is None:
+            return str(path)
+        return str(Address.parse(marker.uri).child(Path(path).relative_to(self.path).as_posix()))
+
+    def reach(self, path: Path) -> str:
+        """How a role finds a folder of the run, wherever it is: a path, or a URI that it fetches."""
+        return str(path)
+
+    def parcel(self, step: int) -> str:
+        """Address to which a role sends what it cannot write into this folder; empty where all roles see it."""
+        return ""
+
+    def send(self) -> None:
+        """Make the other side of the run, if it has one, what this folder is."""
+
+    def refill(self) -> None:
+        """Have in this folder what another machine sent to the other side of the run, if it has one."""
 
     @classmethod
     def create(cls, parent: Path, name: str) -> RunDirectory:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +14,7 @@ from actors.bundles import LearnerHeader
 from actors.learner.learner import Learner, StepReport
 from actors.weights import pack
 from storage.records import Group, WeightsManifest
+from storage.remote.parcels import outgoing
 
 __all__ = [
     "Command",
@@ -47,9 +47,13 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """Write the components ``model`` and ``learner`` under the folder ``path``."""
+    """Write the components ``model`` and ``learner`` under the folder ``path``.
+
+    Where that is on another machine and not shared, they are sent to ``uri`` instead.
+    """
 
     path: str
+    uri: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """The components lie under ``path``."""
+    """The components lie under ``path``: the folder that was asked for, or the URI."""
 
     path: str
 
@@ -117,9 +121,10 @@ def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
         if isinstance(command, TrainBatch):
             yield _trained(learner, command)  # no local name: a snapshot must not live on through the next step
         elif isinstance(command, Save):
-            learner.save_model(Path(command.path) / MODEL_COMPONENT)
-            learner.save(Path(command.path) / TRAINER_COMPONENT)
-            yield Saved(path=command.path)
+            with outgoing(command.path, command.uri) as parcel:
+                learner.save_model(parcel.path / MODEL_COMPONENT)
+                learner.save(parcel.path / TRAINER_COMPONENT)
+            yield Saved(path=parcel.place)
         elif isinstance(command, SetLearningRate):
             learner.set_learning_rate(command.value)
         else:

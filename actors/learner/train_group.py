@@ -272,6 +272,7 @@ def _loop(settings: dict[str, Any], front: Any) -> None:
     from actors.learner.learn import announce
     from actors.learner.learner import Learner
     from actors.learner.ranks import Ranks
+    from storage.remote.parcels import local_folder
 
     options: LearnerOptions = settings["options"]
     place = train.get_context()
@@ -281,14 +282,14 @@ def _loop(settings: dict[str, Any], front: Any) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     learner = Learner(
-        settings["model_path"],
+        local_folder(settings["model_path"]),
         options.model_copy(update={"device": device.type}),
         settings["algorithm"],
         **settings["learner"],
         ranks=Ranks.join(options.deadline_s),
     )
     if settings["resume_directory"] is not None:
-        learner.load(settings["resume_directory"])
+        learner.load(local_folder(settings["resume_directory"]))
     rank = place.get_world_rank()
     for header, buffer in announce(learner, QueueChannel(_Inbox(front, rank))):
         answered = front.answer.remote(rank, header, buffer)

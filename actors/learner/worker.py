@@ -49,7 +49,7 @@ class QueueChannel:
             if isinstance(envelope, RateEnvelope):
                 return SetLearningRate(value=envelope.learning_rate)
             if isinstance(envelope, SaveEnvelope):
-                return Save(path=envelope.directory)
+                return Save(path=envelope.directory, uri=envelope.uri)
             if isinstance(envelope, StopEnvelope):
                 self._reader.close()
                 return Stop()
@@ -76,9 +76,10 @@ class LearnerWorker:
         """Load the model, and the optimiser state from ``resume_directory`` where there is one."""
         set_torch_threads(options.threads or len(os.sched_getaffinity(0)))
         from actors.learner.learner import Learner
+        from storage.remote.parcels import local_folder
 
         self._learner = Learner(
-            model_path,
+            local_folder(model_path),
             options,
             algorithm,
             temperature=temperature,
@@ -90,7 +91,7 @@ class LearnerWorker:
             asynchrony=asynchrony,
         )
         if resume_directory is not None:
-            self._learner.load(resume_directory)
+            self._learner.load(local_folder(resume_directory))
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""

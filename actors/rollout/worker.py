@@ -60,20 +60,22 @@ class RolloutWorker:
         version: int,
         speculation: SpeculationOptions,
     ) -> None:
-        """Load the policy from ``model_path`` as snapshot ``version``."""
+        """Load the policy from ``model_path``, a folder or a URI, as snapshot ``version``."""
         set_torch_threads(threads)
         from actors.rollout.paced import PacedEngine
         from actors.rollout.torch_engine import TorchEngine
         from storage.models import load_tokenizer
+        from storage.remote.parcels import local_folder
 
+        model = local_folder(model_path)
         self._name = name
         self._options = options
         self._max_length = max_length
-        self._tokenizer = load_tokenizer(model_path)
+        self._tokenizer = load_tokenizer(model)
         self._speculation = speculation
         self._drafts = _draft_source(speculation, version)
         engine: RolloutEngine = TorchEngine(
-            model_path,
+            model,
             max_rows=options.max_rows,
             max_length=max_length,
             dtype=options.dtype,
