@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,10 @@ from pipelines.config import Config
 from pipelines.config_docs import annotated_yaml
 from pipelines.config_loader import Resolved
 from pipelines.preflight import Preflight, inspect_run
+from storage.models import cache_directory
+from storage.remote.address import Address, is_address
+from storage.remote.objects import free_space
+from storage.run_directory import RunDirectory
 
 
 def print_dry_run(resolved: Resolved, *, resume: Path | None = None) -> None:
@@ -27,9 +30,8 @@ def print_dry_run(resolved: Resolved, *, resume: Path | None = None) -> None:
     preflight = inspect_run(resolved.config)
     console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(annotated_yaml(resolved.config, resolved.origins), markup=False)
-    directory = resume or Path(resolved.config.run.directory) / (
-        resolved.config.run.name or f"{resolved.name}-DATE-TIME"
-    )
+    name = resolved.config.run.name or f"{resolved.name}-DATE-TIME"
+    directory = _place(resolved.config.run.directory, name) if resume is None else RunDirectory(resume).address
     for name, value in size_lines(resolved.config, preflight, directory):
         console.print(f"# {name:<22} {value}", markup=False)
     for line in preflight.placement:
@@ -41,7 +43,7 @@ def print_dry_run(resolved: Resolved, *, resume: Path | None = None) -> None:
     console.print("# all checks passed; nothing was started", markup=False)
 
 
-def size_lines(config: Config, preflight: Preflight, directory: Path) -> Iterator[tuple[str, str]]:
+def size_lines(config: Config, preflight: Preflight, directory: str) -> Iterator[tuple[str, str]]:
     """Yield names and values of what follows from the configuration."""
     rollout, estimate = config.rollout, preflight.estimate
     answers = config.samples_per_step
@@ -66,8 +68,15 @@ def size_lines(config: Config, preflight: Preflight, directory: Path) -> Iterato
         yield "checkpoint", f"{_size(estimate.checkpoint)}, the last {config.checkpoint.keep_last} are kept"
     if preflight.machine is not None:
         yield "this machine", f"{preflight.machine.cores} cores, {_size(preflight.machine.memory)} of memory free"
-    place = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
-    yield "run directory", f"{directory} ({_size(shutil.disk_usage(place).free)} free)"
+    if is_address(directory):
+        work = cache_directory() / "runs"
+        yield "run directory", f"{directory}, mirrored from {work} ({_size(free_space(work))} free)"
+    else:
+        yield "run directory", f"{directory} ({_size(free_space(Path(directory)))} free)"
+
+
+def _place(parent: str, name: str) -> str:
+    return str(Address.parse(parent).child(name) if is_address(parent) else Path(parent) / name)
 
 
 def _size(count: int) -> str:

@@ -28,11 +28,11 @@ def stats(run: Run = None) -> None:
 
     [cyan]slipstream history stats runs/baseline-20250101-120000[/cyan]
     """
-    from rich.console import Console
 
     from pipelines import history_view
+    from pipelines.terminal import report_console
 
-    history_view.print_stats(_find_run(run), Console())
+    history_view.print_stats(_find_run(run), report_console())
 
 
 @history_app.command()
@@ -56,12 +56,12 @@ def show(
     [cyan]slipstream history show --text "Add up"[/cyan]
     Prompts with these words.
     """
-    from rich.console import Console
 
     from pipelines import history_view
+    from pipelines.terminal import report_console
 
     directory = _find_run(run)
-    history_view.print_answers(directory, Console(), prompt=prompt, fragment=text, visits=visits, limit=limit)
+    history_view.print_answers(directory, report_console(), prompt=prompt, fragment=text, visits=visits, limit=limit)
 
 
 @history_app.command()
@@ -76,11 +76,11 @@ def compact(
     [cyan]slipstream history compact runs/baseline-20250101-120000 --window 4[/cyan]
     The archive in rollouts/ keeps what is dropped here.
     """
-    from rich.console import Console
 
     from pipelines import history_view
+    from pipelines.terminal import report_console
 
-    history_view.compact(_find_run(run), window, Console())
+    history_view.compact(_find_run(run, writes=True), window, report_console())
 
 
 @history_app.command()
@@ -94,11 +94,11 @@ def export(
 
     [cyan]slipstream history export runs/baseline-20250101-120000 --to answers.parquet[/cyan]
     """
-    from rich.console import Console
 
     from pipelines import history_view
+    from pipelines.terminal import report_console
 
-    history_view.export(_find_run(run), to, Console())
+    history_view.export(_find_run(run), to, report_console())
 
 
 @history_app.command()
@@ -109,11 +109,11 @@ def verify(run: Run = None) -> None:
 
     [cyan]slipstream history verify runs/baseline-20250101-120000[/cyan]
     """
-    from rich.console import Console
 
     from pipelines import history_view
+    from pipelines.terminal import report_console
 
-    if not history_view.verify(_find_run(run), Console()):
+    if not history_view.verify(_find_run(run), report_console()):
         raise typer.Exit(DAMAGED)
 
 
@@ -133,23 +133,32 @@ def forecast(
     [cyan]slipstream history forecast runs/baseline-20250101-120000[/cyan]
     Works for every run that keeps its rollouts, with or without drafts.
     """
-    from rich.console import Console
 
     from pipelines import forecast_view
+    from pipelines.terminal import report_console
 
-    forecast_view.print_forecast(_find_run(run), Console(), measured_ratio=ratio, max_rows=rows)
+    forecast_view.print_forecast(
+        _find_run(run, "rollouts/train/"), report_console(), measured_ratio=ratio, max_rows=rows
+    )
 
 
-def _find_run(text: str | None) -> Path:
-    """Return a run directory that has a history; raises ``UserError`` otherwise."""
+def _find_run(text: str | None, *parts: str, writes: bool = False) -> Path:
+    """Return a run directory that has a history; raises ``UserError`` otherwise.
+
+    Args:
+        text: As the commands take it.
+        parts: What is read beside the history.
+        writes: The history is going to be changed.
+    """
     from pipelines.config import RunOptions
-    from storage.run_directory import RunDirectory
+    from pipelines.remote_views import find_readable
 
-    parent = Path(RunOptions().directory)
-    run = RunDirectory.latest(parent) if text is None else RunDirectory.open(Path(text), parent)
+    run = find_readable(text, Path(RunOptions().directory), "history/", *parts)
+    if writes and run.address != str(run.path):
+        raise UserError(f"{run.address}: a history at a URI cannot be changed from here, its run does that by itself")
     if not run.history.is_dir():
         raise UserError(
-            f"{run.path} has no history to draft from: only runs with speculation.source other than off keep one "
-            f"(`slipstream show {run.path}` prints the answers in rollouts/, if those were kept)"
+            f"{run.address} has no history to draft from: only runs with speculation.source other than off keep one "
+            f"(`slipstream show {run.address}` prints the answers in rollouts/, if those were kept)"
         )
     return run.path

@@ -140,6 +140,12 @@ METRICS: Mapping[str, Metric] = {
     "ledger/ended/<reason>": Metric("Groups that ended without training, by reason", "groups"),
     "progress/epoch": Metric("Passes over the training prompts so far", "epochs"),
     "progress/version": Metric("Version of the weights after the step", "versions"),
+    "storage/upload_s": Metric(
+        "Last upload of a run directory that is a URI, beside the training", "s", "below time/step_s"
+    ),
+    "storage/upload_mb": Metric("Sent to the URI since the start of this process", "MB"),
+    "storage/upload_failures": Metric("Attempts to send that failed; each is made again", "attempts", "0"),
+    "storage/lag_steps": Metric("Steps that the URI is behind when a step is reported", "steps", "0 or 1"),
     "faults/crashes": Metric("Workers that died or were replaced since the start of this process", "workers", "0"),
     # The learner. Trained tokens are those with a gradient: answers with advantage 0 are not computed without a KL term
     "learner/reward_mean": Metric("Mean reward of the scored answers of the batch, before shaping", "", "rises"),

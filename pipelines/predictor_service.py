@@ -16,6 +16,7 @@ from actors.length_predictor.options import LengthPredictorOptions
 from actors.length_predictor.predictor import LengthPredictor, dump_state, parse_state
 from actors.length_predictor.records import Observation
 from pipelines.config import ClusterOptions, Config, RunOptions
+from pipelines.remote_views import find_readable
 from storage.errors import UserError
 from storage.files import StorageError, atomic_write, describe_failure
 from storage.history.archive import RolloutArchive
@@ -147,7 +148,7 @@ def initial_state(options: LengthPredictorOptions, state: Path | None, history: 
         return data
     if history is None:
         return b""
-    run = RunDirectory.open(Path(history), Path(RunOptions().directory)).path
+    run = find_readable(history, Path(RunOptions().directory), "rollouts/train/").path
     for batch in observations_of(run):
         predictor.observe(batch)
     console.print(f"learnt from {predictor.answers:,} answers of {run}", highlight=False)

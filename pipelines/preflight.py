@@ -15,6 +15,7 @@ from pipelines.placement_check import placement_doubts, table_lines
 from pipelines.run_data import RunData, load_run_data
 from pipelines.sizes import Machine, MemoryEstimate, ModelShape, asks_for_gpu, machine_doubts, machine_problems
 from storage.errors import UserError
+from storage.remote.address import Address, is_address, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +197,9 @@ def _check_extras(config: Config) -> Iterator[str]:
 
 def _check_directory(config: Config) -> Iterator[str]:
     """Check by writing that the run directory can be made: modes do not tell about full or read-only disks."""
+    if is_address(config.run.directory):
+        yield from _check_address(config.run.directory)
+        return
     parent = Path(config.run.directory)
     place = parent
     while not place.exists() and place != place.parent:
@@ -210,6 +214,17 @@ def _check_directory(config: Config) -> Iterator[str]:
             file.flush()
     except OSError as error:
         yield f"{problem}: {error.strerror}; choose another place"
+
+
+def _check_address(text: str) -> Iterator[str]:
+    """Check by writing that there can be runs below a URI."""
+    from storage.remote.objects import Objects
+
+    try:
+        Objects(Address.parse(text)).check()
+    except UserError as error:
+        place = f"run.directory={shown(text)}"
+        yield str(error) if str(error).startswith(place) else f"{place}: {error}"
 
 
 def _joined_nodes(config: Config, notes: list[str]) -> list[Node]:

@@ -6,6 +6,7 @@ evaluation, and one whenever something is awaited for long. Both are drawn from 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from pipelines.plots import CURVES_FILE
 from pipelines.status import Curve, RunStatus, Wait, accuracy_metric
+from storage.run_directory import RunDirectory
 
 LONG_WAIT_S = 10.0
 _REPEAT_WAIT_S = 60.0
@@ -255,14 +257,16 @@ def print_summary(ending: Ending, directory: Path, console: Console) -> None:
     if reward is not None and len(reward.values) > 1:
         say(Text(f"reward in training: {reward.values[0]:.3f} -> {reward.values[-1]:.3f}"))
     say(Text(f"time: {duration(ending.seconds)}"))
-    say(Text.assemble("run directory: ", (str(directory), "bold")))
+    run = RunDirectory(directory)
+    say(Text.assemble("run directory: ", (run.address, "bold")))
     if ending.state != "finished" and ending.checkpoint:
-        say(_next_step("go on", f"slipstream train --resume {directory}"))
+        say(_next_step("go on", f"slipstream train --resume {shlex.quote(run.address)}"))
     if status is not None and status.step:
-        say(_next_step("read answers", f"slipstream show {directory}"))
+        say(_next_step("read answers", f"slipstream show {shlex.quote(run.address)}"))
         if (directory / CURVES_FILE).exists():
-            say(_next_step("see curves", str(directory / CURVES_FILE)))
-        say(_next_step("all metrics", f"tensorboard --logdir {directory}"))
+            say(_next_step("see curves", run.where(directory / CURVES_FILE)))
+        is_here = run.address == str(directory)
+        say(_next_step("all metrics", f"tensorboard --logdir {directory}" if is_here else run.where(run.metrics)))
 
 
 def load_status(directory: Path) -> RunStatus | None:

@@ -5,6 +5,7 @@ Both read the run directory alone, so they work while the run goes on, after it 
 
 from __future__ import annotations
 
+import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,12 @@ from rich.text import Text
 from pipelines.monitoring import read_records
 from pipelines.plots import CURVES_FILE, draw_curves
 from pipelines.progress import duration, load_status, panel
+from pipelines.remote_views import saved_steps
 from pipelines.status import RunStatus
-from storage.checkpoints import CheckpointStore
+from pipelines.terminal import report_console
 from storage.errors import UserError
-from storage.history.archive import RolloutArchive
 from storage.records import TRAIN_SPLIT, GroupKey
+from storage.remote.view import archive_of
 from storage.run_directory import RunDirectory
 
 Order = Literal["data", "best", "worst"]
@@ -72,15 +74,15 @@ def show(
     Raises:
         UserError: No such run, step, split or prompt; the message says what there is.
     """
-    console = console or Console()
+    console = console or report_console()
     directory = RunDirectory.open(run)
-    archive = RolloutArchive(directory.rollouts)
+    archive = archive_of(directory)
     kept = archive.steps(split)
     if step is None:
         if not kept:
             others = ", ".join(archive.splits()) or "none at all"
             raise UserError(
-                f"{directory.rollouts}: no rollouts of {split!r} are kept (there are: {others}): "
+                f"{directory.where(directory.rollouts)}: no rollouts of {split!r} are kept (there are: {others}): "
                 "the run has finished no step yet, or tracking.rollouts is off"
             )
         step = kept[-1]
@@ -108,13 +110,13 @@ def status(run: Path, console: Console | None = None) -> None:
     Raises:
         UserError: No such run.
     """
-    console = console or Console()
+    console = console or report_console()
     directory = RunDirectory.open(run)
     current = load_status(directory.path)
     records = read_records(directory.metrics)
-    checkpoints = CheckpointStore(directory.checkpoints).checkpoints()
+    checkpoints = saved_steps(directory)
     if current is None:
-        console.print(Text(f"{directory.path}: the run has not reported anything yet"), soft_wrap=True)
+        console.print(Text(f"{directory.address}: the run has not reported anything yet"), soft_wrap=True)
     else:
         if is_alive(current) is False:
             current = replace(current, eta_seconds=None, waits=())
@@ -122,7 +124,7 @@ def status(run: Path, console: Console | None = None) -> None:
         console.print(Text(_liveness(current), style=_liveness_style(current)), soft_wrap=True)
     _print_evaluations(console, records)
     _print_recent(console, records)
-    saved = ", ".join(f"step {c.step}" for c in checkpoints) or "none yet"
+    saved = ", ".join(f"step {step}" for step in checkpoints) or "none yet"
     console.print(Text(f"checkpoints: {saved}"))
     for what, command in _next_commands(directory, current, bool(checkpoints)):
         console.print(Text.assemble(f"{what}: ", (command, "cyan")), soft_wrap=True)
@@ -136,7 +138,7 @@ def plot(run: Path, console: Console | None = None) -> Path:
     """
     directory = RunDirectory.open(run)
     picture = draw_curves(directory.metrics, directory.path / CURVES_FILE)
-    (console or Console()).print(Text(f"curves: {picture}"), soft_wrap=True)
+    (console or report_console()).print(Text(f"curves: {picture}"), soft_wrap=True)
     return picture
 
 
@@ -177,16 +179,17 @@ def _liveness_style(current: RunStatus) -> str:
 def _next_commands(directory: RunDirectory, current: RunStatus | None, saved: bool) -> list[tuple[str, str]]:
     """Return what one can do with a run in this state, as (what for, command)."""
     commands = []
+    place = shlex.quote(directory.address)
     over = current is not None and (current.terminal or is_alive(current) is False)
     if over and current is not None and current.state != "finished":
         if saved:
-            commands.append(("go on", f"slipstream train --resume {directory.path}"))
+            commands.append(("go on", f"slipstream train --resume {place}"))
         else:
             commands.append(("start again", f"slipstream train {directory.config} run.name=NEW_NAME"))
     if current is not None and current.state == "finished" and saved:
-        commands.append(("train longer", f"slipstream train --resume {directory.path} run.steps={2 * current.steps}"))
-    if RolloutArchive(directory.rollouts).splits():
-        commands.append(("read answers", f"slipstream show {directory.path}"))
+        commands.append(("train longer", f"slipstream train --resume {place} run.steps={2 * current.steps}"))
+    if archive_of(directory).splits():
+        commands.append(("read answers", f"slipstream show {place}"))
     if directory.tensorboard.is_dir():
         commands.append(("all metrics", f"tensorboard --logdir {directory.path}"))
     return commands

@@ -69,6 +69,9 @@ def ray_session() -> Iterator[None]:
     changed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "AWS_ACCESS_KEY_ID": "testing",  # for the S3 server of tests; actors see what was set before Ray started
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_EC2_METADATA_DISABLED": "true",
         "RAY_ADDRESS": None,
     }
     with pytest.MonkeyPatch.context() as patch:
