@@ -39,6 +39,20 @@ def find_conductor(run: str) -> Any | None:
         return None
 
 
+def wait_for_orphans(run: str) -> None:
+    """Return when no actor of a run but its conductor has a name any more, or after a while.
+
+    Actors go with the conductor that owned them, but not in the same moment; until then their names are taken, and so
+    are the resources that they reserve.
+    """
+    space, deadline = namespace_of(run), time.monotonic() + _VANISH_S
+    while time.monotonic() < deadline:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        if not any(actor["namespace"] == space and actor["name"] != CONDUCTOR for actor in actors):
+            return
+        time.sleep(0.1)
+
+
 def refuse_second(run: str) -> None:
     """Make sure that a run of this name can start: one that has ended and still answers for a while gives way.
 
@@ -50,10 +64,10 @@ def refuse_second(run: str) -> None:
         return
     try:
         status: RunStatus | None = ray.get(conductor.status.remote(), timeout=_ANSWER_S)
+    except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+        status = None  # busy, or Ray is about to start it again
     except ray.exceptions.RayActorError:
         return  # it was about to go
-    except ray.exceptions.GetTimeoutError:
-        status = None
     if status is None or not status.terminal:
         at = f", at step {status.step} of {status.steps}" if status is not None else ""
         raise UserError(

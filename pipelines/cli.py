@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from pipelines.chaos_command import chaos
 from pipelines.cluster_commands import cluster_app
 from pipelines.dashboard_command import dashboard
 from pipelines.history_commands import history_app
@@ -35,6 +36,7 @@ app.add_typer(history_app, name="history")
 app.add_typer(cluster_app, name="cluster")
 app.command()(simulate)
 app.command()(dashboard)
+app.command()(chaos)
 
 _RUN_HELP = "Run directory, or its name in runs/; default: the run that changed last."
 Settings = Annotated[

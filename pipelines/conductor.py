@@ -10,23 +10,27 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import ray
 
+from pipelines.active_runs import wait_for_orphans
 from pipelines.config import Config
 from pipelines.controls import Controls, What
-from pipelines.faults import brief, user_error
+from pipelines.faults import RunLost, brief, survivable, user_error
 from pipelines.interruption import Interrupted
 from pipelines.knobs import Change, Knob, Value
 from pipelines.plots import CURVES_FILE, draw_curves
-from pipelines.run_data import RunData
-from pipelines.session import Session
-from pipelines.status import RunStatus, StatusBoard
+from pipelines.progress import load_status
+from pipelines.restarts import Restarts, restart_point
+from pipelines.run_data import RunData, load_run_data
+from pipelines.session import MODEL_COMPONENT, Session
+from pipelines.status import MAX_ALARMS, RunStatus, StatusBoard
 from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
+from storage.models import resolve_model
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -37,6 +41,8 @@ CONCURRENCY_GROUPS = {"work": 1, "control": 16, "requests": 64}
 _STATUS_EVERY_S = 2.0
 _LINGER_S = 10.0
 """Time that the conductor of a detached run answers after its end, for those who watch."""
+_LOCK_PATIENCE_S = 30.0
+"""A killed process holds its lock for a moment longer than Ray calls it alive."""
 
 T = TypeVar("T")
 
@@ -78,7 +84,13 @@ class Conductor:
         self._started = time.time()
         self._lock = ExitStack()
         self._alone: Any = None
+        self._before: Controls | None = None
+        self._alarms: list[str] = []
         _log_to(self._directory.events)
+        context = ray.get_runtime_context()
+        if context.was_current_actor_reconstructed:
+            # Only the conductor of a detached run is restarted by Ray, and nobody is there to call it.
+            self._alone = context.current_actor.go_on.options(name="run[conductor]").remote()
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
@@ -176,18 +188,87 @@ class Conductor:
             await self._leave(outcome)
         return outcome
 
-    async def _to_the_end(self, data: RunData, resume: Checkpoint | None, train: bool) -> Outcome:
+    @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
+    async def go_on(self) -> None:
+        """Take over from the conductor of a detached run that died; called by itself alone."""
+        ended = load_status(self._directory.path)
+        if ended is not None and ended.terminal:  # it died while it lingered
+            ray.kill(ray.get_runtime_context().current_actor)
+            return
         self._loop = asyncio.get_running_loop()
         try:
-            state = await self._run(data, resume, train)
-            return self._outcome(state)
-        except Exception as error:  # supervision: whatever broke, the driver must get a report and not a hang
-            fault = user_error(error)
-            if fault is None:
-                log.exception("the run failed")
-                return self._outcome("failed", "internal", brief(error))
-            log.error("the run failed: %s", fault)
-            return self._outcome("failed", "user", str(fault))
+            outcome = await self._taken_over()
+        except Exception as error:  # supervision, as below
+            outcome = self._failure(error)
+        await self._leave(outcome)
+
+    async def _taken_over(self) -> Outcome:
+        """Find out by itself what the dead conductor was given, and go on from the newest checkpoint."""
+        await self._take_lock()
+        await asyncio.to_thread(wait_for_orphans, self._directory.path.name)
+        resume = self._go_back(RunLost("the conductor died"))
+        config = self._config
+        model = resolve_model(config.model) if resume is None else resume.component(MODEL_COMPONENT)
+        data = await asyncio.to_thread(load_run_data, config, model)
+        return await self._to_the_end(data, resume, train=True)
+
+    async def _take_lock(self) -> None:
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                self._lock.enter_context(self._directory.lock())
+                return
+            except UserError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.5)
+
+    async def _to_the_end(self, data: RunData, resume: Checkpoint | None, train: bool) -> Outcome:
+        """Run until it has ended; a death that leaves everything else standing only sends it back to a checkpoint."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return self._outcome(await self._run(data, resume, train))
+            except Exception as error:  # supervision: whatever broke, the driver must get a report and not a hang
+                if not train or not survivable(error):
+                    return self._failure(error)
+                try:
+                    resume = self._go_back(error)
+                except Exception as refusal:
+                    return self._failure(refusal)
+            if resume is not None:
+                data = replace(data, model_path=str(resume.component(MODEL_COMPONENT).absolute()))
+
+    def _go_back(self, death: Exception) -> Checkpoint | None:
+        """Return the checkpoint to go on from after a death; None begins anew.
+
+        Raises:
+            RunLost: There were too many deaths without a new checkpoint.
+            UserError: There is nothing intact to go on from, or the disk refused something.
+        """
+        restarts = Restarts.of(self._directory, self._config.run.restarts)
+        point = restart_point(self._directory, self._config.checkpoint.keep_last)
+        step = 0 if point is None else point.step
+        if not restarts.allow(step):
+            raise RunLost(f"{brief(death)}; it is not started again: {restarts.refusal()}") from death
+        where = "from the beginning, as there is no checkpoint yet" if point is None else f"from step {step}"
+        message = f"{brief(death)}; the run went on {where}"
+        log.warning("%s (death %d since that checkpoint)", message, restarts.fruitless, exc_info=death)
+        self._alarms.append(message)
+        if self._session is not None:
+            self._session.controls.end("restarted", "")
+            self._before, self._session = self._session.controls, None
+        self._board.enter("starting", message=message)
+        self._save_status()
+        return point
+
+    def _failure(self, error: Exception) -> Outcome:
+        fault = user_error(error)
+        if fault is None:
+            log.error("the run failed", exc_info=error)
+            return self._outcome("failed", "internal", brief(error))
+        log.error("the run failed: %s", fault)
+        return self._outcome("failed", "user", str(fault))
 
     def _outcome(
         self,
@@ -219,8 +300,11 @@ class Conductor:
             dashboard_url=self._dashboard_url,
             stop=self._stop,
             train=train,
+            before=self._before,
         )
         self._session, self._board = session, session.board
+        for message in self._alarms[-MAX_ALARMS:]:
+            self._board.alarm(message)
         ticker = asyncio.create_task(self._tick(session))
         try:
             await session.start()

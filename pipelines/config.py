@@ -45,6 +45,13 @@ class RunOptions(BaseModel):
         description="Passes over the data; 0: as many as run.steps need. With both, the first to end. Unit: epochs.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds prompts order, sampling noise and anything else random.")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="Times that a run whose learner, queue or conductor died goes on by itself from the newest checkpoint, "
+        "counted anew with each further checkpoint; 0: it ends. Workers are replaced in any case, and what the user has to "
+        "mend ends a run at once.",
+    )
     debug: bool = Field(
         False, description="Assert the invariants (ledger conservation, versions, logprobs) while running."
     )

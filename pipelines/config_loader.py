@@ -39,6 +39,7 @@ _RUN_CONFIG = "config.yaml"
 _RESUMABLE = (
     "run.steps",
     "run.epochs",
+    "run.restarts",
     "run.debug",
     "evaluation",
     "checkpoint",

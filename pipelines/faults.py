@@ -15,6 +15,20 @@ _RAISED = re.compile(r"^((?:\w+\.)+\w+): ", re.MULTILINE)
 _MOST_CHARS = 400
 
 
+class RunLost(Exception):
+    """Something died that has no successor while the run goes on; from its newest checkpoint it can go on."""
+
+
+def survivable(error: BaseException) -> bool:
+    """Return whether a run that broke by ``error`` may go on from its newest checkpoint.
+
+    What died may live the next time, with everything else made anew. What our own code raised would be raised again.
+    """
+    if user_error(error) is not None:
+        return False
+    return isinstance(error, RunLost | ray.exceptions.RayError)
+
+
 def user_error(error: BaseException) -> UserError | None:
     """Return the user error that ``error`` is or was caused by in another process; None when there is none."""
     if isinstance(error, ray.exceptions.RayTaskError):
@@ -32,6 +46,8 @@ def brief(error: BaseException) -> str:
     """Return what happened in one line; the traceback belongs into the log."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
         return brief(error.cause)
+    if isinstance(error, RunLost):
+        return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ray.exceptions.RayActorError) and lines:
         # the first line says that it died, the last one why
@@ -39,6 +55,16 @@ def brief(error: BaseException) -> str:
     else:
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 4] + " ..."
+
+
+def cause_of_death(error: BaseException) -> str:
+    """Return what to write behind "X died": nothing for a killed process, of which Ray only tells at length."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        return cause_of_death(cause) if isinstance(cause, ray.exceptions.RayActorError) else f" ({brief(error)})"
+    if isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed:
+        return " with its node" if "node has died" in str(error) or "node was terminated" in str(error) else ""
+    return f" ({brief(error)})"
 
 
 def _user_error_names() -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.rollout.engine import Swap
-from pipelines.faults import brief, user_error
+from pipelines.faults import RunLost, brief, user_error
 from pipelines.roles import Role, Roles
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Fleet:
         Raises:
             UserError: A successor would fail in the same way until the user mends something.
             RuntimeError: Too many died in turn without a result.
+            RunLost: The published weights were lost with their node.
         """
         async with self._changing(f"rollout-{index}"):
             if self._roles.rollout[index] is not dead:
@@ -133,7 +134,12 @@ class Fleet:
             published = self._roles.published
             assert published is not None
             call = role.actor.set_weights.remote(published.manifest, [published.ref], swap)
-            acknowledged: dict[str, float] = await asyncio.wait_for(call, deadline)
+            try:
+                acknowledged: dict[str, float] = await asyncio.wait_for(call, deadline)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ray.exceptions.ObjectLostError):  # successors would not find them either
+                    raise RunLost(f"the published weights were lost ({brief(error)})") from error
+                raise
         self.versions[index] = published.manifest.version
         self.opening_versions[index] = int(acknowledged["opening_version"])
         self.on_version()

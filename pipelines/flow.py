@@ -20,7 +20,7 @@ import ray
 from actors.bundles import BundleHeader, Call, GroupEnvelope, Resumption, RewardEnvelope
 from actors.channels import GET_DEADLINE_S
 from pipelines.drafting import DraftRequests
-from pipelines.faults import brief
+from pipelines.faults import RunLost, brief, cause_of_death
 from pipelines.fleet import Fleet
 from pipelines.leases import Lease, SampleDone, SampleId, Stage
 from pipelines.roles import Role, Roles
@@ -225,11 +225,16 @@ class SampleFlow:
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
+    def fail(self, error: BaseException) -> None:
+        """Have whoever waits for events raise ``error``: something broke that the flow cannot mend."""
+        if not self._closed:
+            self.failure = self.failure or error
+            self.events.put_nowait(SampleDone(GroupKey("", 0, 0), -1, None, "the flow failed"))
+
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
-            self.failure = error  # the conductor's loop raises it
-            self.events.put_nowait(SampleDone(GroupKey("", 0, 0), -1, None, "the flow failed"))
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
 
     async def _generate(self, worker: int, call: Call) -> None:
         role = await self.fleet.rollout(worker)
@@ -306,6 +311,10 @@ class SampleFlow:
             except ray.exceptions.RayError as error:
                 if self._closed:
                     return
+                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+                if isinstance(cause, ray.exceptions.RayActorError):
+                    # It lives, and the only actor that it calls does not: successors would fail in the same way.
+                    raise RunLost(f"the reward queue died{cause_of_death(cause)}") from error
                 self.fleet.replace_reward(index, error)
                 self._spawn(self._score_again())  # not here: a full queue needs the successor's loop
 
@@ -350,7 +359,11 @@ class SampleFlow:
     async def _have_scored(self, header: BundleHeader, ref: Any) -> None:
         known = {key: self.deadline(key) for key in dict.fromkeys(item.key for item in header.items)}
         deadlines = {key: seconds for key, seconds in known.items() if seconds is not None}
-        await self._roles.reward_queue.put_async(RewardEnvelope(header=header, refs=[ref], deadlines=deadlines))
+        envelope = RewardEnvelope(header=header, refs=[ref], deadlines=deadlines)
+        try:
+            await self._roles.reward_queue.put_async(envelope)
+        except ray.exceptions.RayActorError as error:  # not the rollout worker's death, which is mended elsewhere
+            raise RunLost(f"the reward queue died{cause_of_death(error)}") from error
 
     async def _issue_again(self, worker: int, call: Call, error: BaseException) -> None:
         """Give out again what a dead worker had not handed over; what was to be stopped there keeps its old tokens."""

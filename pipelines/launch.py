@@ -6,39 +6,31 @@ and in the run directory.
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from rich.console import Console
 
-from pipelines import conductor as conductor_module
-from pipelines.active_runs import CONDUCTOR, check_detachable, namespace_of, refuse_second
+from pipelines.active_runs import check_detachable, refuse_second
 from pipelines.cluster import check_placement, local_or_joined_ray
-from pipelines.conductor import Conductor, Outcome
+from pipelines.conductor import Outcome
 from pipelines.config import Config
 from pipelines.config_loader import write_config
+from pipelines.driving import Drive, start_conductor
 from pipelines.faults import brief, user_error
-from pipelines.placement import coordination_need
 from pipelines.plots import draw_curves
 from pipelines.preflight import check_memory, check_run
-from pipelines.progress import LiveView, print_summary
+from pipelines.progress import print_summary
+from pipelines.restarts import Restarts, newest_intact
 from pipelines.run_data import RunData, load_run_data, write_generated
 from pipelines.session import MODEL_COMPONENT
-from pipelines.status import RunStatus
-from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
+from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
 from storage.models import resolve_model
 from storage.run_directory import RunDirectory, find_run
-
-_POLL_S = 0.5
-_STATUS_DEADLINE_S = 10.0
 
 
 def train(
@@ -97,24 +89,6 @@ def evaluate(target: str, config: Config, *, console: Console | None = None) -> 
         return _run(config, data, directory, None, console, held, train=False)
 
 
-def newest_intact(directory: RunDirectory, config: Config, console: Console) -> Checkpoint:
-    """Return the newest checkpoint whose files are as they were written; later, damaged ones are removed and named.
-
-    Raises:
-        UserError: There is none.
-    """
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last)
-    for checkpoint in reversed(store.checkpoints()):
-        try:
-            checkpoint.verify()
-        except CheckpointError as error:
-            console.print(f"skipping {error}", highlight=False)
-            continue
-        store.truncate_after(checkpoint.step)
-        return checkpoint
-    raise UserError(f"{directory.path} has no complete checkpoint to resume from: start a new run, under another name")
-
-
 def find_model(target: str, config: Config, console: Console) -> Path:
     """Return the Hugging Face directory that ``target`` means."""
     path = Path(target)
@@ -134,7 +108,13 @@ def _resume(config: Config, directory: RunDirectory, console: Console, *, detach
     # The lock comes first: another process that trains here would remove the checkpoint that is read.
     with ExitStack() as held:
         held.enter_context(directory.lock())
-        checkpoint = newest_intact(directory, config, console)
+        store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last)
+        checkpoint = newest_intact(store, lambda text: console.print(text, highlight=False))
+        if checkpoint is None:
+            raise UserError(
+                f"{directory.path} has no complete checkpoint to resume from: start a new run, under another name"
+            )
+        Restarts.of(directory, config.run.restarts).forget()
         model_path = checkpoint.component(MODEL_COMPONENT)
         check_run(_with_model(config, model_path))
         data = load_run_data(config, model_path)
@@ -162,62 +142,13 @@ def _run(
             write_generated(config, directory.path / "data")
         if detach:
             return _leave_to_the_cluster(config, data, directory, checkpoint, console, dashboard, held)
-        outcome = _drive(config, data, directory, checkpoint, console, dashboard, train=train)
+        outcome = Drive(config, directory, console, dashboard).to_the_end(data, checkpoint, train=train)
     return _report(outcome, directory, console)
 
 
 def _with_model(config: Config, model_path: Path) -> Config:
     """Return the configuration with the model that is loaded: the base model may have gone since the run began."""
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model_path)})})
-
-
-def _drive(
-    config: Config,
-    data: RunData,
-    directory: RunDirectory,
-    checkpoint: Checkpoint | None,
-    console: Console,
-    dashboard: str,
-    *,
-    train: bool,
-) -> Outcome:
-    """Start the conductor, show what it does, pass signals on, and return how it ended."""
-    actor = _conductor(config, directory, dashboard)
-    pending = actor.run.remote(data, checkpoint, train=train)
-    signals = _Signals(lambda: actor.stop.remote())
-    latest = RunStatus(name=directory.path.name, directory=str(directory.path), started=time.time())
-
-    def status() -> RunStatus:
-        nonlocal latest
-        try:
-            latest = ray.get(actor.status.remote(), timeout=_STATUS_DEADLINE_S)
-        except (ray.exceptions.RayError, TimeoutError):
-            latest = replace(latest, updated=time.time())
-        return latest
-
-    try:
-        with signals, LiveView(status, console=console) as view:
-            while True:
-                done, _ = ray.wait([pending], timeout=_POLL_S)
-                view.update()
-                if done:
-                    break
-        outcome: Outcome = ray.get(pending)
-    except ray.exceptions.RayError as error:
-        fault = user_error(error)
-        outcome = Outcome(
-            state="failed",
-            fault="user" if fault else "internal",
-            message=str(fault) if fault else f"the conductor died: {brief(error)}",
-            evaluations={},
-            checkpoint=_newest(directory, config),
-            seconds=time.time() - latest.started,
-        )
-        with suppress(OSError):  # a full disk, perhaps: the message reaches the terminal all the same
-            replace(latest, state="failed", message=outcome.message, updated=time.time()).save(directory.status)
-    finally:
-        ray.kill(actor)  # and with it all it owns: a Ray that was there before must not go on with an abandoned run
-    return outcome
 
 
 def _leave_to_the_cluster(
@@ -230,7 +161,7 @@ def _leave_to_the_cluster(
     held: ExitStack,
 ) -> int:
     """Start a conductor that outlives this process, and say how to reach it."""
-    actor = _conductor(config, directory, dashboard, lifetime="detached")
+    actor = start_conductor(config, directory, dashboard, detached=True)
     try:
         held.close()  # the conductor takes over the lock of the run directory, wherever it runs
         ray.get(actor.begin.remote(data, checkpoint), timeout=config.cluster.start_deadline_s)
@@ -252,20 +183,6 @@ def _leave_to_the_cluster(
     return 0
 
 
-def _conductor(config: Config, directory: RunDirectory, dashboard: str, **options: Any) -> Any:
-    """Create the conductor of a run; raises ``UserError`` when the cluster has one of that name."""
-    namespace = namespace_of(directory.path.name)
-    remote = ray.remote(concurrency_groups=conductor_module.CONCURRENCY_GROUPS)(Conductor)
-    options |= coordination_need(config).options()
-    try:
-        return remote.options(name=CONDUCTOR, namespace=namespace, max_restarts=0, **options).remote(
-            config, str(directory.path.absolute()), namespace, dashboard
-        )
-    except ValueError:
-        refuse_second(directory.path.name)  # somebody was quicker
-        raise
-
-
 def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:
     if outcome.state == "failed":
         hint = f"; resume with: slipstream train --resume {directory.path}" if outcome.checkpoint else ""
@@ -280,35 +197,5 @@ def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:
     return 0
 
 
-def _newest(directory: RunDirectory, config: Config) -> str:
-    latest = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last).latest()
-    return str(latest.path) if latest else ""
-
-
 def _fresh_name(stem: str) -> str:
     return f"{stem.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-class _Signals:
-    """First Ctrl-C or SIGTERM: save and end. Second: end now, with the state of the last checkpoint."""
-
-    def __init__(self, request_stop: Callable[[], Any]) -> None:
-        self._request_stop = request_stop
-        self._asked = False
-        self._previous: Mapping[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _frame: Any) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        name = signal.Signals(number).name
-        sys.stderr.write(f"\n{name}: saving and stopping; once more to stop without saving\n")
-        self._request_stop()

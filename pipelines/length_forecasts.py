@@ -91,7 +91,7 @@ async def start_predictor(config: Config, run: str, resume: Checkpoint | None) -
     state = b""
     if resume is not None and COMPONENT in resume.components:
         state = (resume.component(COMPONENT) / _STATE_FILE).read_bytes()
-    handle = await asyncio.to_thread(deploy, config.length_predictor, name=_application(run))
+    handle = await asyncio.to_thread(deploy, config.length_predictor, name=application_of(run))
     client = PredictorClient(handle, config.length_predictor, state)
     await client.start()
     return client
@@ -110,8 +110,9 @@ async def stop_predictor(forecasts: LengthForecasts, run: str) -> None:
     from actors.length_predictor.serve_app import remove
 
     await forecasts.close()
-    await asyncio.to_thread(remove, _application(run), keep_serve=True)
+    await asyncio.to_thread(remove, application_of(run), keep_serve=True)
 
 
-def _application(run: str) -> str:
+def application_of(run: str) -> str:
+    """Return the name of the Serve application of a run's predictor."""
     return f"length-predictor-{run}"

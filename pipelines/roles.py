@@ -26,6 +26,7 @@ from pipelines.run_data import RunData
 from storage.records import WeightsManifest
 
 _QUEUE_CONCURRENCY = 1000
+_HISTORY_QUEUE = 16
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Roles:
     learner_queue: Any = None
     history_queue: Any = None
     published: Published | None = None
+    _history_places: tuple[str | None, str | None] = (None, None)
 
     def start(
         self,
@@ -87,8 +89,9 @@ class Roles:
             self.learner_queue = self._queue("learner-queue", size)
             self.learner = self._learner(learner_directory)
         if archive is not None or history is not None:
-            self.history_queue = self._queue("history-queue", 16)
-            self.history = self._history(archive, history)
+            self._history_places = (archive, history)
+            self.history_queue = self._queue("history-queue", _HISTORY_QUEUE)
+            self.history = self._history(0, None)
 
     def replace_rollout(self, index: int) -> Role:
         """Create a successor of a dead rollout worker; the caller gives it the published weights."""
@@ -100,6 +103,19 @@ class Roles:
         """Create a successor of a dead reward worker."""
         self.reward[index] = self._reward(index, self.reward[index].incarnation + 1)
         return self.reward[index]
+
+    def replace_history(self, recorded: int) -> Role:
+        """Create a successor of a dead history role, with a queue of its own: a ``get`` of the dead one may be pending.
+
+        Args:
+            recorded: Last training step that the dead one has acknowledged; what it wrote beyond is cut off.
+        """
+        assert self.history is not None
+        incarnation = self.history.incarnation + 1
+        self.history_queue.shutdown(force=True)
+        self.history_queue = self._queue(_name("history-queue", incarnation), _HISTORY_QUEUE)
+        self.history = self._history(incarnation, recorded)
+        return self.history
 
     def everyone(self) -> list[Role]:
         """All living roles."""
@@ -138,7 +154,7 @@ class Roles:
         return remote.options(**options).remote(*args, **kwargs)
 
     def _rollout(self, index: int, incarnation: int, version: int) -> Role:
-        name = _name("rollout", index, incarnation)
+        name = _name(f"rollout-{index}", incarnation)
         options = self.config.rollout
         pool = self.config.schedule.pools.long
         need = rollout_need(self.config)
@@ -164,7 +180,7 @@ class Roles:
         return Role(name, actor, incarnation)
 
     def _reward(self, index: int, incarnation: int) -> Role:
-        name = _name("reward", index, incarnation)
+        name = _name(f"reward-{index}", incarnation)
         place = reward_need(self.config).options()
         actor = self._spawn(reward_worker, reward_worker.RewardWorker, name, place, name, self.config.reward)
         return Role(name, actor, incarnation)
@@ -198,20 +214,21 @@ class Roles:
         )
         return Role("learner", actor)
 
-    def _history(self, archive: str | None, history: str | None) -> Role:
+    def _history(self, incarnation: int, recorded: int | None) -> Role:
+        name = _name("history", incarnation)
         actor = self._spawn(
             drafts_worker,
             drafts_worker.DraftRetrievalWorker,
-            "history",
+            name,
             coordination_need(self.config).options(),
-            archive,
-            history,
+            *self._history_places,
             self.data.tokenizer_fingerprint,
             self.data.sampling_by_split(self.config),
             self.config.speculation,
+            recorded=recorded,
         )
-        return Role("history", actor)
+        return Role(name, actor, incarnation)
 
 
-def _name(role: str, index: int, incarnation: int) -> str:
-    return f"{role}-{index}" + (f".{incarnation}" if incarnation else "")
+def _name(slot: str, incarnation: int) -> str:
+    return slot + (f".{incarnation}" if incarnation else "")

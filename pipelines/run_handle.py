@@ -30,6 +30,9 @@ from storage.run_directory import find_run
 _ANSWER_S = 30.0
 _GLANCE_S = 3.0
 _VIEW_S = 0.5
+_SUCCESSOR_S = 30.0
+"""Time in which a run whose conductor died has another one: Ray or the driver notices, and a process starts."""
+_SUCCESSOR_POLL_S = 0.25
 
 
 class RunHandle:
@@ -175,18 +178,26 @@ class RunHandle:
         return status if status is not None and status.terminal else None
 
     def _ask(self, deadline_s: float, method: str, *arguments: Any) -> Any:
-        try:
-            return ray.get(getattr(self._conductor, method).remote(*arguments), timeout=deadline_s)
-        except ray.exceptions.GetTimeoutError:
-            raise UserError(
-                f"{self.name} has not answered within {deadline_s:g} s ({method}): it may be busy, or its node out of "
-                "reach; try again, or look at events.log in its run directory"
-            ) from None
-        except ray.exceptions.RayActorError:
-            raise UserError(_gone(self.name, self._latest.directory if self._latest else "")) from None
-        except ray.exceptions.RayError as error:
-            fault = user_error(error)
-            raise fault or UserError(f"{self.name} could not do that ({method}): {brief(error)}") from None
+        """Ask the conductor; one that has died gets time for a successor, which is asked instead."""
+        patience = time.monotonic() + min(deadline_s, _SUCCESSOR_S)
+        while True:
+            try:
+                return ray.get(getattr(self._conductor, method).remote(*arguments), timeout=deadline_s)
+            except ray.exceptions.GetTimeoutError:
+                raise UserError(
+                    f"{self.name} has not answered within {deadline_s:g} s ({method}): it may be busy, or its node out "
+                    "of reach; try again, or look at events.log in its run directory"
+                ) from None
+            except ray.exceptions.RayError as error:
+                fault = user_error(error)
+                if fault is not None:
+                    raise fault from None
+                if not isinstance(error, ray.exceptions.RayActorError):
+                    raise UserError(f"{self.name} could not do that ({method}): {brief(error)}") from None
+                if self._ended() is not None or time.monotonic() > patience:
+                    raise UserError(_gone(self.name, self._latest.directory if self._latest else "")) from None
+            time.sleep(_SUCCESSOR_POLL_S)
+            self._conductor = find_conductor(self.name) or self._conductor
 
 
 def attach(run: str | Path = "", address: str = "") -> RunHandle:

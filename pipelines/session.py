@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Literal, TypeVar
 
 from actors.bundles import LearnerHeader, RateEnvelope, StepEnvelope, StopEnvelope
+from pipelines.active_runs import wait_for_orphans
 from pipelines.archiving import Archiving
 from pipelines.checkpointing import Checkpointing
 from pipelines.cluster import shortage
@@ -20,10 +21,12 @@ from pipelines.flow import SampleFlow, pairs, run_stream
 from pipelines.generation import change_rules, make_runner, weight_swap
 from pipelines.interruption import Interrupted, unless_stopped
 from pipelines.knobs import LAUNCHING
+from pipelines.learner_events import LearnerEvents
 from pipelines.length_forecasts import start_predictor, stop_predictor
 from pipelines.monitoring import MonitorGroup, open_monitors, read_records
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
+from pipelines.restarts import cut_back
 from pipelines.roles import Published, Roles
 from pipelines.round_books import RoundResult
 from pipelines.rounds import RoundRunner
@@ -35,8 +38,6 @@ from pipelines.streaming import StreamRunner
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
-from storage.history.archive import RolloutArchive
-from storage.history.store import HistoryStore
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
 from storage.records import TRAIN_SPLIT
@@ -66,6 +67,7 @@ class Session:
         dashboard_url: str,
         stop: asyncio.Event,
         train: bool,
+        before: Controls | None = None,
     ) -> None:
         """Open files and positions; nothing runs before :meth:`start`.
 
@@ -78,8 +80,12 @@ class Session:
             dashboard_url: For people; may be empty.
             stop: Set when the run should save and end.
             train: False to evaluate only.
+            before: Controls of the session that died in this process and that this one replaces: knobs stay as they
+                are, and a run that rests goes on resting.
         """
-        self.controls = Controls(config, train=train, saved=resume.meta.get("knobs") if resume else None)
+        saved_knobs = resume.meta.get("knobs") if resume else None
+        self.controls = Controls(config, train=train, saved=before.saved() if before else saved_knobs)
+        self.controls.paused = before is not None and before.paused
         config = self._config = self.controls.wiring
         self._directory = directory
         self._data = data
@@ -101,10 +107,7 @@ class Session:
             self._ledger = Ledger.replay(self._directory.ledger, saved["ledger_offset"])
             metrics_offset = saved["metrics_offset"]
             self.evaluations.update(saved["evaluations"])
-            RolloutArchive(self._directory.rollouts, data.tokenizer_fingerprint).truncate_after(self.step)
-            if self._directory.history.exists():
-                with HistoryStore(self._directory.history, data.tokenizer_fingerprint) as history:
-                    history.truncate_to(self.step)
+            cut_back(directory, data.tokenizer_fingerprint, self.step)
         self._monitors: MonitorGroup = open_monitors(
             config.tracking,
             self._directory.path,
@@ -133,7 +136,7 @@ class Session:
         self._flow = SampleFlow(self._roles, self._drafts)
         self._runner: RoundRunner | None = None
         self._watchdog = Watchdog(self._roles, self._flow, self.board, config)
-        self._learner_events: Any = None
+        self._learner: LearnerEvents | None = None
         self._archiving = Archiving(self._roles, self._flow, self.board)
         self._background: set[asyncio.Task[None]] = set()
         self._step_began = 0.0
@@ -158,7 +161,7 @@ class Session:
             history=history,
         )
         self._flow.start()
-        self._archiving.start()
+        self._archiving.start(self.step)
         predictor = None
         if self._train and config.predicts_lengths:
             predictor = await self._started(
@@ -169,8 +172,9 @@ class Session:
             config, self._data, self._flow, self._source, self._ledger, predictor, self._stop, resumed
         )
         if self._roles.learner is not None:
-            self._learner_events = pairs(run_stream(self._roles.learner, self._roles.learner_queue))
-            header, ref = await self._started("learner", anext(self._learner_events))
+            stream = pairs(run_stream(self._roles.learner, self._roles.learner_queue))
+            self._learner = LearnerEvents(stream, self._flow.fail)
+            header, ref = await self._started("learner", self._learner.next())
             self._roles.published = Published(header.manifest, ref)
             await self._started("rollout workers", self._flow.fleet.publish())
         if isinstance(self._runner, StreamRunner):
@@ -292,9 +296,11 @@ class Session:
     async def close(self) -> None:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved."""
         self._flow.close()
+        if self._learner is not None:
+            self._learner.close()
         if self._runner is not None:
-            await self._runner.close()
-            await stop_predictor(self._runner.forecasts, self._directory.path.name)
+            await _quietly(self._runner.close())
+            await _quietly(stop_predictor(self._runner.forecasts, self._directory.path.name))
         await self._archiving.drain()
         self._archiving.close()
         for task in self._background:
@@ -305,6 +311,8 @@ class Session:
         for role in self._roles.reward:
             await _quietly(asyncio.wait_for(role.actor.close.remote(), 10))
         self._roles.shutdown()
+        # A session that follows in this process gives its actors the same names.
+        await _quietly(asyncio.to_thread(wait_for_orphans, self._directory.path.name))
         for file in (self._monitors, self._ledger):
             try:
                 file.close()
@@ -385,7 +393,7 @@ class Session:
         # From here to the next step nothing may be interrupted: learner, ledger and version move together.
         await self._wait("learner queue", "learner", queue.put_async(envelope), deadline, safe=False)
         header, ref = await self._wait(
-            "learn", f"learner: step {self.step + 1}", anext(self._learner_events), deadline, safe=False
+            "learn", f"learner: step {self.step + 1}", self._answers.next(), deadline, safe=False
         )
         return header, ref
 
@@ -429,6 +437,11 @@ class Session:
         return metrics
 
     @property
+    def _answers(self) -> LearnerEvents:
+        assert self._learner is not None  # a run that trains has one from the start
+        return self._learner
+
+    @property
     def _published_version(self) -> int:
         return self._roles.published.manifest.version if self._roles.published else 0
 
@@ -457,7 +470,7 @@ class Session:
         began, deadline = time.perf_counter(), self._config.learner.deadline_s
         await self._checkpoints.write(
             state,
-            lambda: self._wait("checkpoint", "learner", anext(self._learner_events), deadline, safe=False),
+            lambda: self._wait("checkpoint", "learner", self._answers.next(), deadline, safe=False),
             self._rounds.forecasts,
         )
         seconds = time.perf_counter() - began

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ _ADVICE = {
     errno.ENOTDIR: "a part of the path is a file, not a folder: remove it or choose another path",
 }
 
+
+_LOCK_POLL_S = 0.05
 
 DISK_ERRORS = frozenset(_ADVICE)
 """Values of ``errno`` that the disk or its permissions cause."""
@@ -59,6 +62,18 @@ def try_lock(path: Path) -> int | None:
             return None
         raise
     return descriptor
+
+
+def await_lock(path: Path, patience_s: float) -> int | None:
+    """As :func:`try_lock`, but wait for up to ``patience_s`` seconds for a holder that is about to end."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return try_lock(path)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOCK_POLL_S)
 
 
 def fsync_directory(path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,6 +217,22 @@ class JsonLines:
                     records.append(json.loads(line))
                 except ValueError as error:
                     raise JournalError(f"{path} line {number} is not JSON: {error}") from error
+        return records
+
+    @staticmethod
+    def tail(path: Path, nbytes: int) -> list[dict[str, Any]]:
+        """Return the records of the last ``nbytes`` of ``path`` that are whole and can be read.
+
+        For watchers: the file may be written, or cut back, in the same moment.
+        """
+        with path.open("rb") as source:
+            start = max(0, source.seek(0, 2) - nbytes)
+            source.seek(start)
+            lines = source.read(nbytes).split(b"\n")
+        records = []
+        for line in lines[1 if start else 0 : -1]:
+            with suppress(ValueError):
+                records.append(json.loads(line))
         return records
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OBSERVE_WAIT_S = 10.0
+_PREDECESSOR_S = 30.0
 
 CONCURRENCY_GROUPS = {"work": 1, "packs": 1, "control": 2}
 
@@ -39,6 +40,8 @@ class DraftRetrievalWorker:
         tokenizer_fingerprint: int,
         sampling: dict[str, SamplingParams],
         options: SpeculationOptions,
+        *,
+        recorded: int | None = None,
     ) -> None:
         """Open the files; ``sampling`` says how each split is drawn.
 
@@ -48,6 +51,8 @@ class DraftRetrievalWorker:
             tokenizer_fingerprint: 64-bit identity of the tokenizer.
             sampling: How the tokens of each split are drawn.
             options: What drafts are to be made of the history.
+            recorded: For the successor of one that died: the last training step that it has acknowledged. What it
+                stored beyond comes once more. None: nothing was stored before.
 
         Raises:
             HistoryError: The store belongs to another tokenizer or schema version, or its manifest is damaged.
@@ -57,13 +62,14 @@ class DraftRetrievalWorker:
         self._retriever: DraftRetriever | None = None
         self._ready = threading.Event()
         self._news = threading.Condition()
-        self._observed = 0
+        self._observed = recorded or 0
         if history is None:
             self._ready.set()
             return
-        store = HistoryStore(history, tokenizer_fingerprint, keep_top=options.top_tokens > 0)
+        store = HistoryStore(history, tokenizer_fingerprint, keep_top=options.top_tokens > 0, patience_s=_PREDECESSOR_S)
         # Indexes compile for seconds the first time, and nobody has to wait for that.
-        threading.Thread(target=self._prepare, args=(store, options), name="prepare-drafts", daemon=True).start()
+        arguments = (store, options, recorded)
+        threading.Thread(target=self._prepare, args=arguments, name="prepare-drafts", daemon=True).start()
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
@@ -122,10 +128,12 @@ class DraftRetrievalWorker:
         """Return why answers are no longer kept for drafts; empty while they are."""
         return "" if self._retriever is None else self._retriever.failure
 
-    def _prepare(self, store: HistoryStore, options: SpeculationOptions) -> None:
+    def _prepare(self, store: HistoryStore, options: SpeculationOptions, recorded: int | None) -> None:
         try:
             from actors.drafts.retriever import DraftRetriever
 
+            if recorded is not None:
+                store.truncate_to(recorded)
             self._retriever = DraftRetriever(store, options)
         except Exception:
             log.exception("history is not kept for drafts")

@@ -126,6 +126,18 @@ BENCHES: dict[str, Bench] = {
             "keep": "folder to keep cache and runs in; empty: they are removed",
         },
     ),
+    "scaling": Bench(
+        "pipelines.bench.scaling",
+        "Goodput of 1 to 8 paced rollout workers over emulated nodes against linear, and groups a second.",
+        {
+            "workers": "numbers of rollout workers, separated by commas; two of them share a node",
+            "steps": "steps of each run; the first two do not count",
+            "t0_ms": "paced time of an empty pass, in milliseconds",
+            "groups": "groups of the run that does next to nothing with each; 0: none",
+            "seed": "run.seed",
+            "keep": "folder to keep the runs in; empty: they are removed",
+        },
+    ),
     "scheduling": Bench(
         "pipelines.bench.scheduling",
         "Tail batching and skew-aware dispatch against plain batches, in paced training runs.",

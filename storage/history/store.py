@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from storage.files import StorageError, describe_failure, fsync_directory, remove_temporaries, try_lock
+from storage.files import StorageError, await_lock, describe_failure, fsync_directory, remove_temporaries
 from storage.history.manifest import HistoryError, Manifest, SegmentEntry, write_manifest
 from storage.history.merging import merge
 from storage.history.reader import HistoryReader, as_history_error
@@ -47,6 +47,7 @@ class HistoryStore(HistoryReader):
         seal_bytes: int = 256 << 20,
         hash_prompt: PromptHash = prompt_hash,
         keep_top: bool = False,
+        patience_s: float = 0.0,
     ) -> None:
         """Open the store in ``directory`` for reading; nothing has to be there yet.
 
@@ -57,6 +58,8 @@ class HistoryStore(HistoryReader):
             hash_prompt: Hash of prompts; the same for all users of the store.
             keep_top: Keep the likeliest tokens at each place of an answer that comes with them. A store that cannot
                 hold them is rewritten with the first call that writes; its older answers have none.
+            patience_s: How long the first call that writes waits for another writer to end. A killed process lives on
+                for a moment after its death was reported. Unit: seconds.
 
         Raises:
             HistoryError: It belongs to another tokenizer or schema version, or its manifest is damaged. Damage to data
@@ -64,6 +67,7 @@ class HistoryStore(HistoryReader):
         """
         self._seal_bytes = seal_bytes
         self._keep_top = keep_top
+        self._patience_s = patience_s
         self._lock: int | None = None
         self._is_writer = False
         self._step: int | None = None
@@ -180,7 +184,7 @@ class HistoryStore(HistoryReader):
             fsync_directory(self.directory)
             fsync_directory(self.directory.parent)
             if self._lock is None:  # after a failed commit we hold it already
-                self._lock = try_lock(self.directory / ".lock")
+                self._lock = await_lock(self.directory / ".lock", self._patience_s)
         except BlockingIOError:
             raise HistoryError(
                 f"{self.directory} is being written by another process: wait for it, or stop that run first"
