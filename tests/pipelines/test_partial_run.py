@@ -40,7 +40,10 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+# Boundaries themselves are the business of the engine's tests.
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "boundary" else ()) for name in RUNS]
+)
 def run(request, ray_session, random_llama, tmp_path_factory):
     return small_run(random_llama, tmp_path_factory.mktemp("partial"), request.param, *COMMON, *RUNS[request.param])
 

@@ -175,7 +175,10 @@ def test_guard_reference_masks_and_clipping_act_on_the_whole_batch(pools, model_
     assert one["metrics"][1]["kl_reference"] > 0
 
 
-@pytest.mark.parametrize(("count", "parallel"), GROUPS)
+@pytest.mark.parametrize(
+    ("count", "parallel"),
+    [pytest.param(*group, marks=pytest.mark.slow if group in GROUPS[1:3] else ()) for group in GROUPS],
+)
 def test_ranks_without_data_keep_up(pools, model_path, batches, count, parallel):
     """A batch of which one answer has a gradient, one of which none has, and an ordinary one after them."""
     lonely = [make_group(0, [[4, 5, 6], [7]], [1.0, 0.0], logprobs=[[-1.0, -1.0, -1.0], [float("nan")]])]
@@ -222,8 +225,17 @@ def train_with_a_broken_rank(ranks, path, groups, parallel):
     return report.stepped, learner.version, bool((before == after).all())
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("then", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("parallel", "then"),
+    [
+        ("ddp", 1),
+        ("ddp", 2),
+        pytest.param("ddp", 3, marks=pytest.mark.slow),
+        pytest.param("fsdp", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+        ("fsdp", 3),
+    ],
+)
 def test_checkpoint_continues_with_any_number_of_learners(pools, model_path, batches, tmp_path, parallel, then):
     """Saved by two, continued by one, two or three; with two again bit for bit."""
     fields = {

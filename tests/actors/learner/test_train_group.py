@@ -99,7 +99,7 @@ def ranks_of_this_ray():
     return found
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_group_answers_like_one_learner(groups_of_ranks, model_path, tmp_path, parallel):
     """Ready, three steps with a change of rate and an idle batch among them, a checkpoint, the end."""
     batches = [random_groups(model_path, groups=3, samples=3, seed=seed) for seed in range(2)]
@@ -143,7 +143,7 @@ def test_group_answers_like_one_learner(groups_of_ranks, model_path, tmp_path, p
     assert relative(flat(again.state()), flat(one.state())) < 1e-5
 
 
-@pytest.mark.parametrize("moment", ["idle", "working"])
+@pytest.mark.parametrize("moment", [pytest.param("idle", marks=pytest.mark.slow), "working"])
 def test_killed_rank_ends_the_group_with_its_number_and_weights_outlive_it(groups_of_ranks, model_path, moment):
     """What the front yielded belongs to its caller: neither a rank's nor the front's death takes it away."""
     group = groups_of_ranks(model_path, workers=2)
