@@ -43,6 +43,11 @@ class ArcticTrees:
         """Memory of the tree over all answers, by its own estimate."""
         return int(self._cache._global_tree.estimate_memory())
 
+    def forget(self, request: int) -> None:
+        """End a request and take its answer out of the tree, so that no later one drafts from it."""
+        self._cache.stop_request(request)
+        self._cache.evict_cached_response(request)
+
     def begin(self) -> int:
         """Start a request; its number is what the other calls take."""
         self._requests += 1

@@ -193,6 +193,7 @@ class _Walk:
         self.tokens, self.matched = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         self.count, self.ratio = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.length = np.zeros(len(answers), np.int64)
+        self.requests: list[int] = []
 
     def searching(self, automata: AutomatonSet, keys: npt.NDArray[np.uint64]) -> Step:
         """Return the step of rows that search a set, each the automaton of its key."""
@@ -228,8 +229,10 @@ class _Walk:
         return step
 
     def requesting(self, trees: arctic.ArcticTrees) -> Step:
-        """Return the step of rows that are fresh requests of arctic-inference."""
-        requests = [trees.begin() for _ in self.rows]
+        """Return the step of rows that are fresh requests of arctic-inference; those of the round before are gone."""
+        for request in self.requests:
+            trees.forget(request)
+        self.requests = requests = [trees.begin() for _ in self.rows]
 
         def step(start: Int64Array, stop: Int64Array) -> None:
             for row, request in enumerate(requests):
