@@ -80,13 +80,20 @@ def ray_session() -> Iterator[None]:
                 patch.delenv(name, raising=False)
             else:
                 patch.setenv(name, value)
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            object_store_memory=200 * 2**20,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        for attempt in range(3):
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=8,
+                    include_dashboard=False,
+                    object_store_memory=200 * 2**20,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+                break
+            except Exception as error:  # Ray raises just that when a busy machine takes more than 30 s for a process
+                if attempt == 2 or "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
         yield
         ray.shutdown()

@@ -41,6 +41,7 @@ class Group:
             total_steps=10,
             resume_directory=None if resume is None else str(resume),
         )
+        wait_until_it_answers(self.actor)
         self.queue = Queue(actor_options={"num_cpus": 0})
         self.stream = self.actor.run.options(num_returns="streaming").remote(self.queue)
 
@@ -66,6 +67,19 @@ class Group:
     def close(self):
         ray.kill(self.actor)
         self.queue.shutdown(force=True)
+
+
+def wait_until_it_answers(actor):
+    """A fresh actor may be out of reach for a moment; a call that streams would be lost with its connection."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            ray.get(actor.health.remote(), timeout=DEADLINE_S)
+            return
+        except ray.exceptions.ActorUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 @pytest.fixture
