@@ -38,7 +38,7 @@ app.command()(simulate)
 app.command()(dashboard)
 app.command()(chaos)
 
-_RUN_HELP = "Run directory, or its name in runs/; default: the run that changed last."
+_RUN_HELP = "Run directory, its name in runs/, or a URI; default: the run that changed last."
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -82,7 +82,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 def train(
     settings: Settings = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run: directory, or name in runs/.")
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run: directory, name in runs/, or URI.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print what would run; starts nothing.")
@@ -129,7 +129,9 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(help="Run, checkpoint or Hugging Face directory, or name of a model.")],
+    target: Annotated[
+        str, typer.Argument(help="Run (also a URI), checkpoint or Hugging Face directory, or name of a model.")
+    ],
     settings: Settings = None,
 ) -> None:
     """Measure a model on the held-out sets: greedy accuracy and, with samples, mean@k and pass@k.
@@ -145,7 +147,9 @@ def evaluate(
     A model on one more set, with mean@8 and pass@8.
     """
     from pipelines import config_loader
+    from pipelines.remote_views import find_model_folder
 
+    target = find_model_folder(target)
     resolved = config_loader.load_for_evaluation(target, settings or ())
     from pipelines import launch
 
@@ -249,16 +253,15 @@ def list_config(
     [cyan]slipstream config --yaml > run.yaml[/cyan]
     A file to edit, for `slipstream train run.yaml`.
     """
-    from rich.console import Console
-
     from pipelines import config_docs
+    from pipelines.terminal import report_console
 
     if as_yaml:
         if wanted:
             raise UserError("--yaml prints the whole configuration: drop the filter")
         typer.echo(config_docs.commented_yaml(), nl=False)
         return
-    config_docs.print_fields(config_docs.find_fields(wanted), Console())
+    config_docs.print_fields(config_docs.find_fields(wanted), report_console())
 
 
 @app.command()
@@ -335,7 +338,6 @@ def version() -> None:
 
 def _find_run(text: str | None) -> Path:
     from pipelines.config import RunOptions
-    from storage.run_directory import RunDirectory
+    from pipelines.remote_views import find_readable
 
-    parent = Path(RunOptions().directory)
-    return (RunDirectory.latest(parent) if text is None else RunDirectory.open(Path(text), parent)).path
+    return find_readable(text, Path(RunOptions().directory)).path

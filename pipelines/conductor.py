@@ -22,6 +22,7 @@ from pipelines.controls import Controls, What
 from pipelines.faults import RunLost, brief, survivable, user_error
 from pipelines.interruption import Interrupted
 from pipelines.knobs import Change, Knob, Value
+from pipelines.mirroring import Mirroring
 from pipelines.plots import CURVES_FILE, draw_curves
 from pipelines.progress import load_status
 from pipelines.restarts import Restarts, restart_point
@@ -31,7 +32,9 @@ from pipelines.status import MAX_ALARMS, RunStatus, StatusBoard
 from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
 from storage.models import resolve_model
-from storage.run_directory import RunDirectory
+from storage.remote.held_run import MODEL, HeldRun
+from storage.remote.parcels import local_folder
+from storage.run_directory import RunDirectory, RunTicket
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +74,40 @@ class Outcome:
 class Conductor:
     """Wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
 
-    def __init__(self, config: Config, directory: str, namespace: str, dashboard_url: str = "") -> None:
-        """Remember what to run; :meth:`run` starts everything."""
+    def __init__(
+        self,
+        config: Config,
+        directory: str,
+        namespace: str,
+        dashboard_url: str = "",
+        ticket: RunTicket | None = None,
+    ) -> None:
+        """Remember what to run; :meth:`run` starts everything.
+
+        Args:
+            config: The resolved configuration.
+            directory: The run directory.
+            namespace: Ray namespace of the run.
+            dashboard_url: For people; may be empty.
+            ticket: Of a run with a remote directory. Then ``directory`` is its folder on the driver's machine; here it
+                may have to be fetched first.
+
+        Raises:
+            UserError: There is no such run, or the store or the disk failed.
+        """
         self._config = config
-        self._directory = RunDirectory.open(Path(directory))
+        self._directory = RunDirectory(Path(directory))  # Ray asks for a name also where the next line raises
+        self._remote = None if ticket is None else HeldRun.adopt(ticket)
+        self._directory = self._remote or RunDirectory.open(Path(directory))
+        self._mirroring: Mirroring | None = None
         self._namespace = namespace
         self._dashboard_url = dashboard_url
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
-        self._board = StatusBoard(self._directory.path.name, directory, steps=0, dashboard_url=dashboard_url)
+        self._board = StatusBoard(
+            self._directory.path.name, self._directory.address, steps=0, dashboard_url=dashboard_url
+        )
         self._started = time.time()
         self._lock = ExitStack()
         self._alone: Any = None
@@ -183,7 +210,12 @@ class Conductor:
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     async def run(self, data: RunData, resume: Checkpoint | None, *, train: bool = True) -> Outcome:
         """Train (or only evaluate, with ``train=False``) to the end and say how it went; never raises."""
-        outcome = await self._to_the_end(data, resume, train)
+        self._loop = asyncio.get_running_loop()
+        try:
+            outcome = await self._to_the_end(await self._placed(data, resume), self._here(resume), train)
+        except Exception as error:  # supervision, as below
+            outcome = self._failure(error)
+        outcome = await self._sent(outcome)
         if self._alone is not None:
             await self._leave(outcome)
         return outcome
@@ -200,7 +232,7 @@ class Conductor:
             outcome = await self._taken_over()
         except Exception as error:  # supervision, as below
             outcome = self._failure(error)
-        await self._leave(outcome)
+        await self._leave(await self._sent(outcome))
 
     async def _taken_over(self) -> Outcome:
         """Find out by itself what the dead conductor was given, and go on from the newest checkpoint."""
@@ -208,9 +240,9 @@ class Conductor:
         await asyncio.to_thread(wait_for_orphans, self._directory.path.name)
         resume = self._go_back(RunLost("the conductor died"))
         config = self._config
-        model = resolve_model(config.model) if resume is None else resume.component(MODEL_COMPONENT)
+        model = self._base_model() if resume is None else resume.component(MODEL_COMPONENT)
         data = await asyncio.to_thread(load_run_data, config, model)
-        return await self._to_the_end(data, resume, train=True)
+        return await self._to_the_end(await self._placed(data, resume), resume, train=True)
 
     async def _take_lock(self) -> None:
         deadline = time.monotonic() + _LOCK_PATIENCE_S
@@ -236,8 +268,56 @@ class Conductor:
                     resume = self._go_back(error)
                 except Exception as refusal:
                     return self._failure(refusal)
-            if resume is not None:
-                data = replace(data, model_path=str(resume.component(MODEL_COMPONENT).absolute()))
+            data = await self._placed(data, resume)
+
+    def _here(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """The same checkpoint in the run directory of this machine."""
+        if checkpoint is None or self._remote is None:
+            return checkpoint
+        return replace(checkpoint, path=self._directory.checkpoints / checkpoint.path.name)
+
+    async def _placed(self, data: RunData, resume: Checkpoint | None) -> RunData:
+        """Begin to mirror a run with a remote directory, and say where roles find the model that they begin with."""
+        if self._remote is not None and self._mirroring is None:
+            self._mirroring = await Mirroring.open(self._remote, lambda text: self._board.alarm(text))
+        if resume is None:
+            return replace(data, model_path=base) if (base := self._model_address()) else data
+        if self._mirroring is not None:
+            await self._mirroring.begin_at(resume)
+        component = resume.path.absolute() / MODEL_COMPONENT
+        if self._remote is not None:
+            component = self._directory.checkpoints / resume.path.name / MODEL_COMPONENT
+        return replace(data, model_path=self._directory.reach(component))
+
+    def _model_address(self) -> str:
+        """URI of the model that the run began with; empty where all roles find it by its path."""
+        return self._directory.where(self._directory.path / MODEL) if self._remote and self._remote.spread else ""
+
+    def _base_model(self) -> Path:
+        address = self._model_address()
+        return local_folder(address) if address else resolve_model(self._config.model)
+
+    async def _sent(self, outcome: Outcome) -> Outcome:
+        """Send the rest of a run with a remote directory, with the picture that its driver cannot draw."""
+        if self._mirroring is None:
+            return outcome
+        if outcome.state == "finished":
+            await asyncio.to_thread(self._draw)
+        problem = await self._mirroring.close(finished=outcome.state == "finished")
+        if not problem or problem in outcome.message:
+            return outcome
+        so_far = outcome.message.removesuffix(".") or f"the run has {outcome.state}"
+        message = f"{so_far}, but {problem}"
+        log.error("%s", message)
+        self._board.enter("failed", message=message)
+        self._save_status()
+        return replace(outcome, state="failed", fault=outcome.fault or "user", message=message)
+
+    def _draw(self) -> None:
+        try:
+            draw_curves(self._directory.metrics, self._directory.path / CURVES_FILE)
+        except UserError as error:  # a run of no steps has nothing to draw, or the disk is full by now
+            log.warning("no picture of the curves: %s", error)
 
     def _go_back(self, death: Exception) -> Checkpoint | None:
         """Return the checkpoint to go on from after a death; None begins anew.
@@ -279,14 +359,15 @@ class Conductor:
         self._board.enter(state, message=message)
         self._save_status()
         latest = CheckpointStore(self._directory.checkpoints, self._config.checkpoint.keep_last).latest()
+        checkpoint = self._directory.where(latest.path) if latest else ""
         if self._session is not None:
-            self._session.controls.end(state, str(latest.path) if latest else "")
+            self._session.controls.end(state, checkpoint)
         return Outcome(
             state=state,
             fault=fault,
             message=message,
             evaluations=self._session.evaluations if self._session else {},
-            checkpoint=str(latest.path) if latest else "",
+            checkpoint=checkpoint,
             seconds=time.time() - self._started,
         )
 
@@ -301,6 +382,7 @@ class Conductor:
             stop=self._stop,
             train=train,
             before=self._before,
+            mirroring=self._mirroring,
         )
         self._session, self._board = session, session.board
         for message in self._alarms[-MAX_ALARMS:]:
@@ -317,11 +399,8 @@ class Conductor:
 
     async def _leave(self, outcome: Outcome) -> None:
         """End this process, as no driver will: draw what a driver would have drawn, and let watchers see the end."""
-        if outcome.state == "finished":
-            try:
-                await asyncio.to_thread(draw_curves, self._directory.metrics, self._directory.path / CURVES_FILE)
-            except UserError as error:  # a run of no steps has nothing to draw, or the disk is full by now
-                log.warning("no picture of the curves: %s", error)
+        if outcome.state == "finished" and self._mirroring is None:
+            await asyncio.to_thread(self._draw)
         log.info("the run has %s%s", outcome.state, f": {outcome.message}" if outcome.message else "")
         self._lock.close()
         await asyncio.sleep(_LINGER_S)

@@ -37,7 +37,10 @@ class RunOptions(BaseModel):
     name: str = Field(
         "", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$", description="Name of the run; empty: preset and time."
     )
-    directory: str = Field("runs", description="Parent folder of run directories.")
+    directory: str = Field(
+        "runs",
+        description="Parent folder of run directories, or a URI for nodes that share no disk: s3://BUCKET/FOLDER, gs://, abfs://, hdfs://, file://.",
+    )
     steps: int = Field(40, ge=0, description="Optimiser steps; 0: as many as run.epochs need. Unit: steps.")
     epochs: int = Field(
         0,

@@ -47,7 +47,7 @@ class Drive:
         self._console = console
         self._dashboard = dashboard
         self._actor: Any = None
-        self._latest = RunStatus(name=directory.path.name, directory=str(directory.path), started=time.time())
+        self._latest = RunStatus(name=directory.path.name, directory=directory.address, started=time.time())
 
     def to_the_end(self, data: RunData, checkpoint: Checkpoint | None, *, train: bool) -> Outcome:
         """Run from ``checkpoint``, or from the start, and return how it ended; a training survives its conductor."""
@@ -63,7 +63,9 @@ class Drive:
                             raise
                         checkpoint = self._go_back(error)
                     if checkpoint is not None:
-                        data = replace(data, model_path=str(checkpoint.component(MODEL_COMPONENT).absolute()))
+                        data = replace(
+                            data, model_path=self._directory.reach(checkpoint.component(MODEL_COMPONENT).absolute())
+                        )
         except (ray.exceptions.RayError, RunLost, UserError) as error:
             return self._failure(error, time.time() - began)
 
@@ -86,6 +88,7 @@ class Drive:
         """Return the checkpoint that a new conductor goes on from; raises ``RunLost`` after too many deaths."""
         wait_for_orphans(self._directory.path.name)
         refuse_second(self._directory.path.name)
+        self._directory.refill()
         restarts = Restarts.of(self._directory, self._config.run.restarts)
         point = restart_point(self._directory, self._config.checkpoint.keep_last)
         step = 0 if point is None else point.step
@@ -99,16 +102,20 @@ class Drive:
         fault = user_error(error)
         lost = isinstance(error, RunLost)
         message = str(fault) if fault else str(error) if lost else f"the conductor died{cause_of_death(error)}"
+        with suppress(UserError):  # its network may be what failed
+            self._directory.refill()
         latest = CheckpointStore(self._directory.checkpoints, self._config.checkpoint.keep_last).latest()
         with suppress(OSError):  # a full disk, perhaps: the message reaches the terminal all the same
             ended = replace(self._latest, state="failed", message=message, updated=time.time())
             ended.save(self._directory.status)
+        with suppress(UserError):
+            self._directory.send()
         return Outcome(
             state="failed",
             fault="user" if fault else "internal",
             message=message,
             evaluations={},
-            checkpoint=str(latest.path) if latest else "",
+            checkpoint=self._directory.where(latest.path) if latest else "",
             seconds=seconds,
         )
 
@@ -138,7 +145,7 @@ def start_conductor(config: Config, directory: RunDirectory, dashboard: str, *, 
     options |= coordination_need(config).options()
     try:
         return remote.options(name=CONDUCTOR, namespace=namespace, **options).remote(
-            config, str(directory.path.absolute()), namespace, dashboard
+            config, str(directory.path.absolute()), namespace, dashboard, directory.ticket
         )
     except ValueError:
         refuse_second(directory.path.name)  # somebody was quicker

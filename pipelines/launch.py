@@ -6,6 +6,7 @@ and in the run directory.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -24,8 +25,10 @@ from pipelines.faults import brief, user_error
 from pipelines.plots import draw_curves
 from pipelines.preflight import check_memory, check_run
 from pipelines.progress import print_summary
+from pipelines.remote_views import readable_copy
 from pipelines.restarts import Restarts, newest_intact
 from pipelines.run_data import RunData, load_run_data, write_generated
+from pipelines.run_places import at_home, claim, hand_out, refuse_taken, take_up
 from pipelines.session import MODEL_COMPONENT
 from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
@@ -37,7 +40,7 @@ def train(
     config: Config,
     *,
     name: str,
-    resume: Path | None = None,
+    resume: Path | str | None = None,
     detach: bool = False,
     console: Console | None = None,
 ) -> int:
@@ -46,7 +49,7 @@ def train(
     Args:
         config: The resolved configuration.
         name: Name of a new run, where ``config.run.name`` is empty.
-        resume: Run directory to go on with.
+        resume: Run directory to go on with: its folder, name or URI.
         detach: Return as soon as the run has begun, and leave it to the cluster: it needs this process no more.
         console: Where people look; standard output by default.
 
@@ -61,14 +64,14 @@ def train(
     if detach:
         check_detachable(config)
     if resume is not None:
-        return _resume(config, RunDirectory.open(resume, Path(config.run.directory)), console, detach=detach)
+        return _resume(config, resume, console, detach=detach)
     check_run(config)
+    refuse_taken(config)
     model_path = resolve_model(config.model, progress=console.print)
     data = load_run_data(config, model_path)
     check_memory(config, model_path, data.max_length)
-    directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name(name))
     with ExitStack() as held:
-        held.enter_context(directory.lock())
+        directory = claim(config, config.run.name or _fresh_name(name), held)
         return _run(config, data, directory, None, console, held, train=True, detach=detach)
 
 
@@ -83,9 +86,8 @@ def evaluate(target: str, config: Config, *, console: Console | None = None) -> 
     check_run(_with_model(config, model_path))
     data = load_run_data(config, model_path, train=False)
     check_memory(config, model_path, data.max_length)
-    directory = RunDirectory.create(Path(config.run.directory), config.run.name or _fresh_name("eval"))
     with ExitStack() as held:
-        held.enter_context(directory.lock())
+        directory = claim(config, config.run.name or _fresh_name("eval"), held)
         return _run(config, data, directory, None, console, held, train=False)
 
 
@@ -104,15 +106,16 @@ def find_model(target: str, config: Config, console: Console) -> Path:
     return named
 
 
-def _resume(config: Config, directory: RunDirectory, console: Console, *, detach: bool) -> int:
+def _resume(config: Config, run: Path | str, console: Console, *, detach: bool) -> int:
     # The lock comes first: another process that trains here would remove the checkpoint that is read.
     with ExitStack() as held:
-        held.enter_context(directory.lock())
+        directory = take_up(run, config, lambda text: console.print(text, highlight=False), held)
+        config = at_home(config, directory)
         store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last)
         checkpoint = newest_intact(store, lambda text: console.print(text, highlight=False))
         if checkpoint is None:
             raise UserError(
-                f"{directory.path} has no complete checkpoint to resume from: start a new run, under another name"
+                f"{directory.address} has no complete checkpoint to resume from: start a new run, under another name"
             )
         Restarts.of(directory, config.run.restarts).forget()
         model_path = checkpoint.component(MODEL_COMPONENT)
@@ -140,6 +143,7 @@ def _run(
         write_config(config, directory.config)  # only now: a run that could not start leaves its name free
         if checkpoint is None:
             write_generated(config, directory.path / "data")
+        data = hand_out(directory, data, resumed=checkpoint is not None)
         if detach:
             return _leave_to_the_cluster(config, data, directory, checkpoint, console, dashboard, held)
         outcome = Drive(config, directory, console, dashboard).to_the_end(data, checkpoint, train=train)
@@ -174,7 +178,7 @@ def _leave_to_the_cluster(
         ) from None
     name = directory.path.name
     for what, command in (
-        ("goes on by itself", str(directory.path)),
+        ("goes on by itself", directory.address),
         ("watch it", f"slipstream attach {name}"),
         ("stop it", f"slipstream attach {name} --stop"),
         ("steer it", f'python: import pipelines; run = pipelines.attach("{name}")'),
@@ -185,15 +189,17 @@ def _leave_to_the_cluster(
 
 def _report(outcome: Outcome, directory: RunDirectory, console: Console) -> int:
     if outcome.state == "failed":
-        hint = f"; resume with: slipstream train --resume {directory.path}" if outcome.checkpoint else ""
+        place = shlex.quote(directory.address)
+        hint = f"; resume with: slipstream train --resume {place}" if outcome.checkpoint else ""
         sys.stderr.write(f"error: {outcome.message.removesuffix('.')}{hint}\n")
         if outcome.fault == "internal":
-            sys.stderr.write(f"details: {directory.events}\n")
+            sys.stderr.write(f"details: {directory.where(directory.events)}\n")
         return 2 if outcome.fault == "user" else 1
-    if directory.metrics.exists() and outcome.state == "finished":
+    folder = readable_copy(directory)
+    if directory.ticket is None and directory.metrics.exists() and outcome.state == "finished":
         with suppress(UserError):  # a run of no steps has nothing to draw, or the disk is full by now
             draw_curves(directory.metrics, directory.path / "curves.png")
-    print_summary(outcome, directory.path, console)
+    print_summary(outcome, folder, console)
     return 0
 
 

@@ -27,6 +27,7 @@ from storage.records import WeightsManifest
 
 _QUEUE_CONCURRENCY = 1000
 _HISTORY_QUEUE = 16
+_NODE_ID = "ray.io/node-id"
 
 
 @dataclass(slots=True)
@@ -48,7 +49,10 @@ class Published:
 
 @dataclass(slots=True)
 class Roles:
-    """All actors and queues of one run."""
+    """All actors and queues of one run.
+
+    ``home`` is the id of the node that has the run directory, where other nodes do not see it; empty where all do.
+    """
 
     config: Config
     data: RunData
@@ -61,6 +65,7 @@ class Roles:
     learner_queue: Any = None
     history_queue: Any = None
     published: Published | None = None
+    home: str = ""
     _history_places: tuple[str | None, str | None] = (None, None)
 
     def start(
@@ -216,11 +221,14 @@ class Roles:
 
     def _history(self, incarnation: int, recorded: int | None) -> Role:
         name = _name("history", incarnation)
+        place = coordination_need(self.config).options()
+        if self.home:
+            place["label_selector"] = {**place.get("label_selector", {}), _NODE_ID: self.home}
         actor = self._spawn(
             drafts_worker,
             drafts_worker.DraftRetrievalWorker,
             name,
-            coordination_need(self.config).options(),
+            place,
             *self._history_places,
             self.data.tokenizer_fingerprint,
             self.data.sampling_by_split(self.config),
@@ -228,6 +236,11 @@ class Roles:
             recorded=recorded,
         )
         return Role(name, actor, incarnation)
+
+
+def home_node() -> str:
+    """Id of the node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _name(slot: str, incarnation: int) -> str:

@@ -22,9 +22,11 @@ from pipelines.config import RunOptions
 from pipelines.faults import brief, user_error
 from pipelines.joining import START_HEAD, join
 from pipelines.knobs import Change, Knob, Value
-from pipelines.progress import LiveView, duration, load_status
+from pipelines.progress import LiveView, duration
+from pipelines.remote_views import status_at
 from pipelines.status import RunStatus
 from storage.errors import UserError
+from storage.remote.address import Address, is_address
 from storage.run_directory import find_run
 
 _ANSWER_S = 30.0
@@ -174,7 +176,7 @@ class RunHandle:
             return None
         if self._latest.terminal:
             return self._latest
-        status = load_status(Path(self._latest.directory))
+        status = status_at(self._latest.directory)
         return status if status is not None and status.terminal else None
 
     def _ask(self, deadline_s: float, method: str, *arguments: Any) -> Any:
@@ -213,7 +215,7 @@ def attach(run: str | Path = "", address: str = "") -> RunHandle:
     """
     _connect(address)
     active = active_runs()
-    name = Path(run).name if run else ""
+    name = (Address.parse(str(run), "run").name if is_address(str(run)) else Path(run).name) if run else ""
     if not name:
         if len(active) == 1:
             name = active[0]
@@ -271,8 +273,8 @@ def _connect(address: str) -> None:
 
 def _unknown(given: str, name: str, active: Sequence[str]) -> str:
     """Say what became of a run that is not going on here."""
-    directory = find_run(given, Path(RunOptions().directory))
-    status = load_status(directory) if directory is not None else None
+    directory = given if is_address(given) else find_run(given, Path(RunOptions().directory))
+    status = status_at(str(directory)) if directory is not None else None
     if status is not None and status.terminal:
         ended = f"{name} has {status.state} after {status.step} of {status.steps} steps"
         hint = "" if status.state == "finished" else f"; go on with: slipstream train --resume {directory}"
@@ -288,7 +290,7 @@ def _unknown(given: str, name: str, active: Sequence[str]) -> str:
 
 
 def _gone(name: str, directory: str) -> str:
-    status = load_status(Path(directory)) if directory else None
+    status = status_at(directory) if directory else None
     if status is not None and status.terminal:
         return f"{name} has {status.state}: see `slipstream status {directory}`"
     where = f" {directory}" if directory else ""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from actors.bundles import LearnerHeader, RateEnvelope, StepEnvelope, StopEnvelope
@@ -23,11 +24,12 @@ from pipelines.interruption import Interrupted, unless_stopped
 from pipelines.knobs import LAUNCHING
 from pipelines.learner_events import LearnerEvents
 from pipelines.length_forecasts import start_predictor, stop_predictor
+from pipelines.mirroring import Mirroring
 from pipelines.monitoring import MonitorGroup, open_monitors, read_records
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.restarts import cut_back
-from pipelines.roles import Published, Roles
+from pipelines.roles import Published, Roles, home_node
 from pipelines.round_books import RoundResult
 from pipelines.rounds import RoundRunner
 from pipelines.run_data import SAMPLED_SUFFIX, RunData
@@ -38,6 +40,7 @@ from pipelines.streaming import StreamRunner
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
+from storage.files import StorageError
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
 from storage.records import TRAIN_SPLIT
@@ -68,6 +71,7 @@ class Session:
         stop: asyncio.Event,
         train: bool,
         before: Controls | None = None,
+        mirroring: Mirroring | None = None,
     ) -> None:
         """Open files and positions; nothing runs before :meth:`start`.
 
@@ -82,7 +86,9 @@ class Session:
             train: False to evaluate only.
             before: Controls of the session that died in this process and that this one replaces: knobs stay as they
                 are, and a run that rests goes on resting.
+            mirroring: Sends the run directory on, where it has a remote side.
         """
+        self._mirroring = mirroring
         saved_knobs = resume.meta.get("knobs") if resume else None
         self.controls = Controls(config, train=train, saved=before.saved() if before else saved_knobs)
         self.controls.paused = before is not None and before.paused
@@ -121,7 +127,7 @@ class Session:
         previous = load_status(self._directory.path) if resume is not None else None
         self.board = StatusBoard(
             self._directory.path.name,
-            str(self._directory.path),
+            self._directory.address,
             steps=data.total_steps if train else 0,
             step=self.step,
             evaluate_every=config.evaluation.every,
@@ -130,7 +136,7 @@ class Session:
             previous=previous,
         )
         self._metrics = RunMetrics(directory.path.name)
-        self._roles = Roles(config, data, namespace)
+        self._roles = Roles(config, data, namespace, home=home_node() if mirroring is not None else "")
         self._drafts = DraftRequests(self._roles)
         self._drafts.on = self.controls.drafting
         self._flow = SampleFlow(self._roles, self._drafts)
@@ -141,7 +147,7 @@ class Session:
         self._background: set[asyncio.Task[None]] = set()
         self._step_began = 0.0
         store = CheckpointStore(self._directory.checkpoints, config.checkpoint.keep_last)
-        self._checkpoints = Checkpointing(store, self._roles, self._archiving, self._ledger, self._monitors)
+        self._checkpoints = Checkpointing(directory, store, self._roles, self._archiving, self._ledger, self._monitors)
         self._reporter = StepReporter(self._flow, self._roles, self._ledger, self._monitors, self.board, self._metrics)
         self._safe_point: dict[str, Any] | None = None
         self._evaluated: tuple[int, dict[str, float]] | None = None
@@ -151,7 +157,9 @@ class Session:
         config = self._config
         archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" else None
         history = str(self._directory.history) if self._train and config.speculation.source != "off" else None
-        learner_directory = str(self._resume.component(LEARNER_COMPONENT)) if self._resume is not None else None
+        learner_directory = None
+        if self._resume is not None:
+            learner_directory = self._directory.reach(self._resume.component(LEARNER_COMPONENT))
         version = self._resume.meta["version"] if self._resume is not None else 0
         self._roles.start(
             version=version,
@@ -259,6 +267,9 @@ class Session:
     async def save_now(self) -> str:
         """Write a checkpoint of the present step, if there is none, and return its folder."""
         await self._save(await self._state())
+        if self._mirroring is not None:
+            with suppress(StorageError):  # told by an alarm; it follows when the store answers again
+                await self._mirroring.sent()
         return self._checkpoints.latest()
 
     async def evaluate_now(self) -> Mapping[str, float]:
@@ -369,9 +380,12 @@ class Session:
             config=self._config,
             version=version,
             epoch=self._source.progress,
+            extra=self._mirroring.metrics() if self._mirroring is not None else {},
         )
         if self._config.run.debug:
             self._ledger.check()
+        if self._mirroring is not None:
+            self._mirroring.stepped(self.step)
 
     async def _publish(self) -> float:
         """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
@@ -473,6 +487,8 @@ class Session:
             lambda: self._wait("checkpoint", "learner", self._answers.next(), deadline, safe=False),
             self._rounds.forecasts,
         )
+        if self._mirroring is not None:
+            await self._mirroring.saved(state["step"])
         seconds = time.perf_counter() - began
         self._step_began += seconds
         self._metrics.seconds("checkpoint", seconds)

@@ -66,8 +66,9 @@ class StepReporter:
         config: Config,
         version: int,
         epoch: float,
+        extra: Mapping[str, float],
     ) -> None:
-        """Report optimiser step ``step`` (from 1), which started from ``version``."""
+        """Report optimiser step ``step`` (from 1), which started from ``version``, with some ``extra`` metrics."""
         trained = [h for headers in result.headers.values() for h in headers]
         metrics = step_metrics(
             result,
@@ -85,7 +86,7 @@ class StepReporter:
         )
         metrics |= await pacing_metrics(self.roles.rollout, config)
         metrics |= {**rounds.forecasts.metrics(), **rounds.score_deadlines.metrics()}
-        metrics |= {"progress/epoch": epoch, "faults/crashes": float(self.flow.fleet.crashes)}
+        metrics |= {**extra, "progress/epoch": epoch, "faults/crashes": float(self.flow.fleet.crashes)}
         self.monitors.log(step, metrics)
         self.board.finish_step(step, metrics, epoch=epoch)
         tokens = sum(sample.tokens for sample in trained)
