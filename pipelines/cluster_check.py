@@ -11,6 +11,7 @@ from rich.text import Text
 
 from pipelines.cluster_file import ClusterFile, load_cluster_file
 from pipelines.cluster_laws import Selector, notes, problems
+from pipelines.terminal import report_console
 from pipelines.upload import Upload, check_upload, readable
 from storage.errors import UserError
 
@@ -35,7 +36,7 @@ def check_cluster(
     Raises:
         UserError: With every problem found, each with its field and what to do.
     """
-    console = console or Console()
+    console = console or report_console()
     directory = Path(directory).absolute()
     cluster = load_cluster_file(file)
     found = problems(cluster, selectors or {}, directory)

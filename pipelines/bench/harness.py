@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pipelines.terminal import report_console
 from storage.errors import UserError
 
 OptionValue = int | float | str
@@ -63,6 +64,17 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {
+    "accuracy": Bench(
+        "pipelines.bench.accuracy",
+        "Held-out accuracy of presets against the synchronous baseline at equal prompts, over seeds.",
+        {
+            "presets": "presets to compare, separated by commas",
+            "seeds": "runs of each, with seeds 1, 2, ...",
+            "epochs": "passes over the training prompts",
+            "heldout": "held-out prompts",
+            "keep": "folder to keep the runs in; empty: they are removed",
+        },
+    ),
     "engine": Bench(
         "pipelines.bench.engine",
         "Tokens per second of the rollout engine over transformers.generate.",
@@ -177,8 +189,8 @@ BENCHES: dict[str, Bench] = {
         "Rollout time with drafts from history over that without, in a training run with moving weights.",
         {
             "model": "tiny or smollm2",
-            "rows": "answers decoded at once; 0: 32 for tiny, 8 for smollm2",
-            "prompts": "different prompts, a multiple of those of a step (4 * rows / samples); 0: 112 or 8",
+            "rows": "answers decoded at once; 0: 8",
+            "prompts": "different prompts, a multiple of those of a step (4 * rows / samples); 0: 56 or 8",
             "samples": "answers to each prompt; 0: 8 or 4",
             "epochs": "passes over the prompts, 2 or more; 0: 4 or 3",
             "temperature": "of sampling; 0: 1 for tiny, 0.7 for smollm2",
@@ -203,7 +215,7 @@ def run_bench(name: str | None, json_path: Path | None, options: Sequence[str]) 
     Raises:
         UserError: Unknown benchmark or option, a value of the wrong kind, or a JSON path without a folder.
     """
-    console = Console()
+    console = report_console()
     if name is None:
         listing = Table("benchmark", "measures", "options", box=None, pad_edge=False)
         for key, entry in BENCHES.items():
