@@ -32,7 +32,7 @@ class EmulatedNodes:
         from ray.cluster_utils import Cluster
 
         self._cpus = cpus
-        head = {"num_cpus": 0, "labels": {LABEL: "head"}, "include_dashboard": False}
+        head = {"num_cpus": 0, "labels": {LABEL: "head"}, "include_dashboard": False, "dashboard_port": 0}
         self._cluster = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": _STORE_BYTES})
         self.address = str(self._cluster.address)
         self.nodes = [self._add() for _ in range(count)]

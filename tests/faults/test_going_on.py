@@ -37,7 +37,7 @@ def assert_every_step_counts_once(path, steps=STEPS):
     assert [event.step for event in events.Scalars("time/step_s")] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("role", ["learner", "reward-queue", "learner-queue"])
+@pytest.mark.parametrize("role", ["learner", "reward-queue", pytest.param("learner-queue", marks=pytest.mark.slow)])
 def test_run_goes_on_after_the_death_of_what_has_no_successor(ray_session, random_llama, tmp_path, role):
     name = f"after-{role}"
     killer = Killer(name, role, after_steps=3)
@@ -51,6 +51,7 @@ def test_run_goes_on_after_the_death_of_what_has_no_successor(ray_session, rando
     assert alarm.startswith("the reward queue died" if role == "reward-queue" else "the learner died")
 
 
+@pytest.mark.slow
 def test_death_before_the_first_checkpoint_begins_the_run_anew(ray_session, random_llama, tmp_path):
     killer = Killer("anew", "learner", after_steps=2)
     killer.start()
@@ -75,6 +76,7 @@ def test_learner_that_dies_again_and_again_ends_the_run_with_a_way_to_go_on(ray_
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_without_restarts_a_dead_learner_ends_the_run_and_resume_goes_on(ray_session, random_llama, tmp_path, capfd):
     killer = Killer("once", "learner", after_steps=3)
     killer.start()
@@ -99,6 +101,7 @@ def test_driver_starts_another_conductor_when_the_first_one_dies(ray_session, ra
     assert_every_step_counts_once(tmp_path / "driven")
 
 
+@pytest.mark.slow
 def test_conductor_that_dies_again_and_again_ends_the_run(ray_session, random_llama, tmp_path, capfd):
     killer = Killer("doomed", "conductor", after_steps=2, times=9)
     killer.start()
@@ -128,8 +131,9 @@ def test_conductor_of_a_detached_run_takes_over_from_its_dead_self(ray_session, 
     assert "slipstream-alone" not in names
 
 
-def test_a_run_that_rests_goes_on_resting_under_its_knobs(ray_session, random_llama, tmp_path):
-    """Its learner dies while it rests, and is missed when it goes on; what drivers set is not forgotten."""
+@pytest.mark.slow
+def test_what_drivers_set_outlives_the_learner(ray_session, random_llama, tmp_path):
+    """The knobs hold in the session that follows, though no checkpoint knows them, and it can be paused as before."""
     options = (*LONG, *SAVED, "run.steps=2000")
     done = python(DETACHED, str(random_llama), str(tmp_path), "resting", "0", *options)
     assert done.returncode == 0, done.stderr
