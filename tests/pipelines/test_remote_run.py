@@ -16,6 +16,7 @@ from pipelines.launch import train
 from pipelines.remote_views import saved_steps, status_at
 from storage.checkpoints import CheckpointStore
 from storage.errors import UserError
+from storage.models import cache_directory
 from storage.remote.address import Address
 from storage.remote.lease import LEASE, Lease
 from storage.remote.objects import Objects
@@ -36,17 +37,20 @@ def server(ray_session) -> Iterator[Server]:
         yield started
 
 
+@pytest.fixture(autouse=True)
+def tidy_cache() -> Iterator[None]:
+    """What runs leave in this machine's cache is removed: actors use the cache of the session, not one of the test."""
+    folders = [cache_directory() / name for name in ("runs", "views", "fetched")]
+    before = {child for folder in folders if folder.exists() for child in folder.iterdir()}
+    yield
+    for child in {child for folder in folders if folder.exists() for child in folder.iterdir()} - before:
+        shutil.rmtree(child, ignore_errors=True)
+
+
 @pytest.fixture
-def place(server) -> Iterator[str]:
-    """A folder of runs on S3; what runs leave in this machine's cache is removed."""
-    text = server.address()
-    yield text
-    shutil.rmtree(staging_directory(Address.parse(text).child("run")).parent, ignore_errors=True)
-
-
-def forget(place: str, name: str) -> None:
-    """Lose the machine that a run was on."""
-    shutil.rmtree(staging_directory(Address.parse(place).child(name)), ignore_errors=True)
+def place(server) -> str:
+    """A folder of runs on S3."""
+    return server.address()
 
 
 def address(place: str, name: str) -> str:
@@ -212,7 +216,6 @@ def test_a_store_that_is_away_for_a_while_costs_no_step(ray_session, random_llam
     finally:
         over.set()
         thread.join()
-        shutil.rmtree(staging_directory(Address.parse(place).child("run")).parent, ignore_errors=True)
     run = fetched(place, "run")
     assert [record["step"] for record in steps_of(run)] == list(range(1, 31))
     assert saved_steps(RunDirectory(run)) == [25, 30]

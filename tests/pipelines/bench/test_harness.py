@@ -47,7 +47,7 @@ def test_without_a_name_all_benchmarks_are_listed(toy, capsys):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("nothing", (), "no benchmark 'nothing'; there are: engine"),
+        ("nothing", (), "no benchmark 'nothing'; there are: accuracy, engine"),
         ("toy", ("pace=3",), "no option 'pace=3'; it has: rounds"),
         ("toy", ("rounds",), "no option 'rounds'"),
         ("toy", ("rounds=two",), "rounds must be a whole number, not 'two'"),

@@ -65,7 +65,7 @@ def test_every_registered_option_has_a_help_text_and_every_help_text_an_option()
         ({"samples": 1}, "samples=1: must be at least 2"),
         ({"temperature": -1.0}, "temperature=-1: must be above 0"),
         ({"threads": -1}, "threads=-1: must be 0 or more"),
-        ({"prompts": 17}, "prompts=17: must be a multiple of the 16 prompts of a step"),
+        ({"prompts": 17}, "prompts=17: must be a multiple of the 4 prompts of a step"),
         ({"repeat_share": "0,2"}, "repeat_share=0,2: must be shares from 0 to 1"),
         ({"repeat_share": "half"}, "repeat_share=half"),
         ({"plot": "curve.png"}, "set repeat_share"),
