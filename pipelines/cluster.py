@@ -20,9 +20,13 @@ from pipelines.placement_check import placement_doubts, placement_problems, tabl
 from pipelines.preflight import raise_problems
 from storage.errors import UserError
 
+log = logging.getLogger(__name__)
+
 _BOOTSTRAP = Path.home() / "ray_bootstrap_config.yaml"
 _NODE_TYPE = "ray.io/node-group"
 _PLENTY = 1024.0
+_START_ATTEMPTS = 2
+_TOO_SLOW = "timed out during startup"
 _HOPE = "cluster.wait_for_nodes=true waits for an autoscaler instead"
 
 
@@ -150,20 +154,30 @@ def _join(config: Config, address: str) -> Any:
 
 
 def _start(config: Config) -> Any:
-    try:
-        return ray.init(
-            address="local",
-            include_dashboard=config.cluster.dashboard,
-            dashboard_host="127.0.0.1",
-            object_store_memory=config.cluster.object_store_mb * 1024 * 1024,
-            **_common(),
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"a local Ray cannot be started (cluster.object_store_mb={config.cluster.object_store_mb}): "
-            f"{_first_line(error)}; lower that if memory is short, and see that Ray may write to its temporary "
-            "folder (RAY_TMPDIR)"
-        ) from error
+    for attempt in range(_START_ATTEMPTS):
+        try:
+            return ray.init(
+                address="local",
+                include_dashboard=config.cluster.dashboard,
+                dashboard_host="127.0.0.1",
+                object_store_memory=config.cluster.object_store_mb * 1024 * 1024,
+                **_common(),
+            )
+        except Exception as error:
+            slow = _TOO_SLOW in str(error)  # a plain Exception: a busy machine took more than 30 s for a process of Ray
+            if slow:
+                ray.shutdown()
+                if attempt + 1 < _START_ATTEMPTS:
+                    log.warning("Ray took too long to start; starting it again")
+                    continue
+            elif not isinstance(error, (OSError, RuntimeError, ValueError)):
+                raise
+            advice = "see what else keeps this machine busy" if slow else "lower that if memory is short"
+            raise UserError(
+                f"a local Ray cannot be started (cluster.object_store_mb={config.cluster.object_store_mb}): "
+                f"{_first_line(error)}; {advice}, and see that Ray may write to its temporary folder (RAY_TMPDIR)"
+            ) from error
+    raise AssertionError("unreachable")
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,12 +6,13 @@ import json
 import re
 import shutil
 import socket
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from pipelines import cli, cluster
-from pipelines.config_loader import write_config
+from pipelines.config_loader import load, write_config
 from pipelines.launch import train
 from pipelines.sizes import Machine, MemoryEstimate, ModelShape
 from storage.checkpoints import CheckpointStore
@@ -241,6 +242,27 @@ def test_local_ray_that_cannot_start_is_explained(work, random_llama, capsys, mo
     text = refusal(capsys, "train", *settings(random_llama))
     assert "cluster.object_store_mb=256" in text
     assert "exceeds the memory.;" in text
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_local_ray_that_starts_too_slowly_is_started_again(work, monkeypatch, failures):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    started = []
+
+    def init(**_):
+        started.append(1)
+        if len(started) <= failures:
+            raise Exception("The current node timed out during startup. This could happen because it is busy.")
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(ray, "init", init)
+    if failures == 1:
+        cluster._start(load(["model=tiny"]).config)
+    else:
+        with pytest.raises(UserError, match=r"timed out during startup.*keeps this machine busy"):
+            cluster._start(load(["model=tiny"]).config)
+    assert len(started) == 2
 
 
 def test_damaged_weights_found_by_a_worker_are_a_user_error(ray_session, random_llama, tmp_path, capfd):
