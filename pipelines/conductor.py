@@ -303,7 +303,7 @@ class Conductor:
             return outcome
         if outcome.state == "finished":
             await asyncio.to_thread(self._draw)
-        problem = await self._mirroring.close(finished=outcome.state == "finished")
+        problem = await self._mirroring.close(finished=outcome.state == "finished", refresh=self._save_status)
         if not problem or problem in outcome.message:
             return outcome
         so_far = outcome.message.removesuffix(".") or f"the run has {outcome.state}"

@@ -126,11 +126,14 @@ class Mirroring:
             found["storage/lag_steps"] = float(self._step - account.step)
         return found
 
-    async def close(self, *, finished: bool, deadline_s: float = FINAL_DEADLINE_S) -> str:
+    async def close(
+        self, *, finished: bool, refresh: Callable[[], None] = lambda: None, deadline_s: float = FINAL_DEADLINE_S
+    ) -> str:
         """Send the rest, give the lease up and, where all is sent and the run is over, remove its folder here.
 
         Args:
             finished: The run needs its folder no more.
+            refresh: Writes the status of the run once more, with the last alarms, before it is sent for good.
             deadline_s: How long to try.
 
         Returns:
@@ -143,6 +146,10 @@ class Mirroring:
         if self._lost is not None:
             return str(self._lost)
         try:
+            # the first pass may leave a file under another name, as its own is still in use; the second one moves it
+            await asyncio.to_thread(self._settle, deadline_s)
+            self._works()
+            refresh()
             await asyncio.to_thread(self._settle, deadline_s)
         except LeaseLost as error:
             return str(error)
@@ -157,9 +164,13 @@ class Mirroring:
         return ""
 
     def _settle(self, deadline_s: float) -> None:
-        # the first pass may leave a file under another name, as its own is still in use; the second one moves it
-        for _ in range(2):
-            retrying(lambda: self._mirror.sync(settle=True), deadline_s=deadline_s)
+        retrying(lambda: self._mirror.sync(settle=True), deadline_s=deadline_s)
+
+    def _works(self) -> None:
+        if self._failing:
+            log.warning("uploads work again")
+            self._alarm("the run directory is sent again; nothing is missing")
+        self._failing = False
 
     def _check(self) -> None:
         if self._lost is not None:
@@ -184,10 +195,8 @@ class Mirroring:
                     return
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
                 continue
-            if self._failing:
-                log.warning("uploads work again")
-                self._alarm("the run directory is sent again; nothing is missing")
-            self._failing, pause = False, _FIRST_PAUSE_S
+            self._works()
+            pause = _FIRST_PAUSE_S
             self.account.last, self.account.step = done, step
             self.account.nbytes += done.nbytes
             if not self._more:

@@ -62,6 +62,7 @@ def fetched(place: str, name: str) -> Path:
     return open_view(address(place, name)).fetch("")
 
 
+@pytest.mark.slow
 def test_ten_steps_equal_five_and_five_on_another_machine(place, random_llama, tmp_path, capsys):
     long = small_run(random_llama, tmp_path, "ten", "run.steps=10", *FIXED)
     assert train(small_config(random_llama, place, "five", "run.steps=5", *FIXED), name="five") == 0
