@@ -37,7 +37,9 @@ def assert_every_step_counts_once(path, steps=STEPS):
     assert [event.step for event in events.Scalars("time/step_s")] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("role", ["learner", "reward-queue", pytest.param("learner-queue", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "role", ["learner", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward-queue", "learner-queue"))]
+)
 def test_run_goes_on_after_the_death_of_what_has_no_successor(ray_session, random_llama, tmp_path, role):
     name = f"after-{role}"
     killer = Killer(name, role, after_steps=3)
@@ -64,6 +66,7 @@ def test_death_before_the_first_checkpoint_begins_the_run_anew(ray_session, rand
     assert "the run went on from the beginning, as there is no checkpoint yet" in log
 
 
+@pytest.mark.slow
 def test_learner_that_dies_again_and_again_ends_the_run_with_a_way_to_go_on(ray_session, random_llama, tmp_path, capfd):
     killer = Killer("hopeless", "learner", after_steps=2, times=9)
     killer.start()

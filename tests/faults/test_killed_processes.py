@@ -31,7 +31,7 @@ def test_killed_worker_loses_no_group(ray_session, random_llama, tmp_path, role)
     assert all(r["rollout/samples"] == 16 and r["staleness/max"] == 0 for r in records)
 
 
-@pytest.mark.parametrize("role", ["history", "history-queue"])
+@pytest.mark.parametrize("role", ["history", pytest.param("history-queue", marks=pytest.mark.slow)])
 def test_killed_history_is_replaced_and_every_step_is_archived_once(ray_session, random_llama, tmp_path, role):
     name = f"kill-{role}"
     drafts = ("speculation.source=history", "speculation.window=8")

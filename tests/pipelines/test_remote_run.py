@@ -143,6 +143,7 @@ def test_a_second_writer_is_refused_while_the_first_one_lives(place, random_llam
     lease.release()
 
 
+@pytest.mark.slow
 def test_a_run_whose_lease_was_taken_stops_and_says_so(place, random_llama, capfd, monkeypatch):
     """Another machine took over while this run was suspended, say: two must not write."""
     uri = address(place, "run")
@@ -162,6 +163,7 @@ def test_a_run_whose_lease_was_taken_stops_and_says_so(place, random_llama, capf
     assert b"thief" in Objects(Address.parse(uri)).read(LEASE), "it is left to whoever has it now"
 
 
+@pytest.mark.slow
 def test_a_driver_on_another_machine_than_the_conductor_reports_all_the_same(
     place, random_llama, tmp_path, monkeypatch, capsys
 ):
@@ -178,6 +180,7 @@ def test_a_driver_on_another_machine_than_the_conductor_reports_all_the_same(
     assert len(trained_keys(run)) == len(set(trained_keys(run))) == 24
 
 
+@pytest.mark.slow
 def test_on_a_cluster_roles_fetch_the_model_and_the_state_of_the_learner(place, random_llama, monkeypatch):
     """As if there were more nodes: what roles load is named by URIs, as paths would mean nothing there."""
     monkeypatch.setattr("pipelines.run_places.cluster_nodes", lambda: cluster_nodes() * 2)
@@ -193,6 +196,7 @@ def test_on_a_cluster_roles_fetch_the_model_and_the_state_of_the_learner(place, 
     CheckpointStore(run / "checkpoints").latest().verify()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_for_a_while_costs_no_step(ray_session, random_llama, tmp_path):
     store, away = tmp_path / "store", tmp_path / "away"
     place = f"file://{store}"

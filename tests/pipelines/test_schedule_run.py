@@ -79,6 +79,7 @@ def test_interrupted_race_resumes_without_losing_or_repeating_a_group(ray_sessio
     every_prompt_once(run, 2)
 
 
+@pytest.mark.slow
 def test_restarted_groups_are_fresh_and_their_tokens_count_as_waste(ray_session, random_llama, tmp_path):
     run = small_run(
         random_llama, tmp_path, "restart", *LONG_TAIL, "run.steps=0", "run.epochs=1", "schedule.batching=tail",
@@ -90,6 +91,7 @@ def test_restarted_groups_are_fresh_and_their_tokens_count_as_waste(ray_session,
     assert sum(r["waste/tokens"] for r in records) > 0
 
 
+@pytest.mark.slow
 def test_length_split_with_repeats_gives_them_keys_of_their_own(ray_session, random_llama, tmp_path):
     run = small_run(
         random_llama, tmp_path, "split", *LONG_TAIL, "run.steps=8", "schedule.batching=length_split",

@@ -184,6 +184,7 @@ def test_a_run_that_does_not_begin_is_one_message(ray_session: None, tmp_path: P
         rage([f"model={tmp_path / 'nothing'}"], Console(quiet=True), minutes=0.1, seed=0, keep=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_short_storm_over_a_real_run_breaks_no_law(ray_session: None, random_llama: Path, tmp_path: Path) -> None:
     out = io.StringIO()
     plain = ("speculation.source=off", "schedule.dispatch=least_loaded", "rollout.max_tokens=12", "data.prompts=16")
