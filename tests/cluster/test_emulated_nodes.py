@@ -19,6 +19,9 @@ from tests.pipelines.test_grafana import drawn
 ROOT = Path(__file__).parents[2]
 
 
+pytestmark = pytest.mark.slow  # a cluster of its own; tests/pipelines/test_placement.py has the laws without one
+
+
 @pytest.fixture(scope="module")
 def seen(random_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the driver saw."""

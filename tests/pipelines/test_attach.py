@@ -124,6 +124,7 @@ def test_a_driver_looks_pauses_turns_knobs_samples_and_saves(ray_session, random
         pipelines.attach(tmp_path / "steered")
 
 
+@pytest.mark.slow
 def test_answers_to_people_leave_the_training_as_it_is(ray_session, random_llama, tmp_path):
     steps = ("run.steps=4", "evaluation.before=false", "evaluation.after=false", "tracking.rollouts=off")
 
@@ -211,6 +212,7 @@ def test_two_drivers_at_once_one_in_another_process_are_served_one_after_the_oth
     assert len(keys) == len(set(keys)) == 4 * len(steps_of(tmp_path / "shared"))
 
 
+@pytest.mark.slow
 def test_drafts_and_staleness_of_a_stream_are_turned_down_while_it_runs(ray_session, random_llama, tmp_path):
     config = small_config(
         random_llama,
@@ -316,6 +318,7 @@ def test_a_detached_run_outlives_its_driver_and_clears_itself_away(ray_session, 
     ) == 0  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_detached_run_is_watched_and_stopped_by_another_driver(ray_session, random_llama, tmp_path, capsys):
     done = python(DETACHED, str(random_llama), str(tmp_path), "watched", "0", *LONG)
     assert done.returncode == 0, done.stderr

@@ -133,6 +133,7 @@ def test_what_is_taken_or_missing_is_refused_before_a_model_is_loaded(place, ran
         train(config, name="rum", resume=address(place, "rum"))
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_while_the_first_one_lives(place, random_llama):
     config = small_config(random_llama, place, "run", "run.steps=1", *QUICK)
     assert train(config, name="run") == 0

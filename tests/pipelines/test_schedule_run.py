@@ -71,6 +71,7 @@ def test_recomputing_sees_a_wrong_stamp(race, random_llama):
     assert max(answer.error for answer in shifted) > 1e-2
 
 
+@pytest.mark.slow
 def test_interrupted_race_resumes_without_losing_or_repeating_a_group(ray_session, random_llama, tmp_path):
     overrides = (*LONG_TAIL, "schedule.batching=tail", "asynchrony.max_staleness=6", "algorithm.name=decoupled_ppo")
     run = small_run(random_llama, tmp_path, "cut", *overrides, "run.steps=2")

@@ -67,6 +67,7 @@ def test_history_holds_every_trained_answer(drafting):
         assert stats.prompts == 8
 
 
+@pytest.mark.slow
 def test_resumed_run_forgets_the_history_after_its_checkpoint(ray_session, random_llama, tmp_path):
     run = small_run(random_llama, tmp_path, "cut", "run.steps=2", "speculation.source=history")
     with HistoryStore(run / "history", None) as store:
@@ -100,6 +101,7 @@ def test_lenient_reuse_is_measured(ray_session, random_llama, tmp_path):
     assert max(r.get("speculation/reused_tokens_share", 0) for r in records[2:]) > 0.2
 
 
+@pytest.mark.slow
 def test_residuals_are_drawn_from_laws_that_the_history_kept(ray_session, random_llama, tmp_path):
     run = small_run(
         random_llama,

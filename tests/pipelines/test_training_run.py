@@ -109,6 +109,7 @@ def test_ten_steps_equal_five_and_resume_and_five(ray_session, random_llama, tmp
     assert RolloutArchive(short / "rollouts").steps() == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(ray_session, random_llama, tmp_path):
     """The negative control of the equality above."""
     a = small_run(random_llama, tmp_path, "a", "run.steps=2", "run.seed=1")

@@ -180,6 +180,7 @@ def test_killed_rank_ends_the_group_with_its_number_and_weights_outlive_it(group
     verify(ready.manifest, ray.get(ref, timeout=30))
 
 
+@pytest.mark.slow
 def test_what_the_user_can_mend_arrives_as_it_was_raised(groups_of_ranks, model_path, tmp_path):
     group = groups_of_ranks(model_path, resume=tmp_path / "nothing", workers=2)
     with pytest.raises(UserError, match=r"cannot read .*nothing/trainer\.pt"):

@@ -6,11 +6,14 @@ import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import boto3
 from moto.server import ThreadedMotoServer
+
+_BUCKETS = itertools.count()
+"""Numbers of all buckets of this process: its servers share what they store."""
 
 
 @dataclass
@@ -18,7 +21,6 @@ class Server:
     """Where it listens; makes buckets."""
 
     url: str
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def client(self) -> Any:
@@ -27,7 +29,7 @@ class Server:
     def address(self, folder: str = "runs", bucket: str = "") -> str:
         """URI of a folder in a new bucket."""
         if not bucket:
-            bucket = f"bucket-{next(self._numbers)}"
+            bucket = f"bucket-{next(_BUCKETS)}"
             self.client.create_bucket(Bucket=bucket)
         endpoint = self.url.removeprefix("http://")
         return f"s3://{bucket}/{folder}?scheme=http&endpoint_override={endpoint}"
