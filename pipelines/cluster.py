@@ -153,31 +153,29 @@ def _join(config: Config, address: str) -> Any:
     return join(address, origin, advice)
 
 
-def _start(config: Config) -> Any:
-    for attempt in range(_START_ATTEMPTS):
-        try:
-            return ray.init(
-                address="local",
-                include_dashboard=config.cluster.dashboard,
-                dashboard_host="127.0.0.1",
-                object_store_memory=config.cluster.object_store_mb * 1024 * 1024,
-                **_common(),
-            )
-        except Exception as error:
-            slow = _TOO_SLOW in str(error)  # a plain Exception: a busy machine took more than 30 s for a process of Ray
-            if slow:
-                ray.shutdown()
-                if attempt + 1 < _START_ATTEMPTS:
-                    log.warning("Ray took too long to start; starting it again")
-                    continue
-            elif not isinstance(error, (OSError, RuntimeError, ValueError)):
-                raise
-            advice = "see what else keeps this machine busy" if slow else "lower that if memory is short"
-            raise UserError(
-                f"a local Ray cannot be started (cluster.object_store_mb={config.cluster.object_store_mb}): "
-                f"{_first_line(error)}; {advice}, and see that Ray may write to its temporary folder (RAY_TMPDIR)"
-            ) from error
-    raise AssertionError("unreachable")
+def _start(config: Config, attempts: int = _START_ATTEMPTS) -> Any:
+    try:
+        return ray.init(
+            address="local",
+            include_dashboard=config.cluster.dashboard,
+            dashboard_host="127.0.0.1",
+            object_store_memory=config.cluster.object_store_mb * 1024 * 1024,
+            **_common(),
+        )
+    except Exception as error:
+        slow = _TOO_SLOW in str(error)  # a plain Exception: a busy machine took more than 30 s for a process of Ray
+        if slow:
+            ray.shutdown()
+            if attempts > 1:
+                log.warning("Ray took too long to start; starting it again")
+                return _start(config, attempts - 1)
+        elif not isinstance(error, (OSError, RuntimeError, ValueError)):
+            raise
+        advice = "see what else keeps this machine busy" if slow else "lower that if memory is short"
+        raise UserError(
+            f"a local Ray cannot be started (cluster.object_store_mb={config.cluster.object_store_mb}): "
+            f"{_first_line(error)}; {advice}, and see that Ray may write to its temporary folder (RAY_TMPDIR)"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
