@@ -21,7 +21,8 @@ class SpeculationOptions(BaseModel):
     source: Literal["off", "history", "previous_epoch", "hybrid"] = Field(
         "off",
         description="off: plain decoding; history: longest-suffix match in earlier answers to the same prompt and in "
-        "running siblings; previous_epoch: last epoch's answer of the same sample slot, position by position; hybrid: "
+        "running siblings; previous_epoch: last epoch's answer of the same sample slot, position by position, and where "
+        "a row left it, that of the slot which matches furthest; hybrid: "
         "the previous answer while it agrees, then history, then plain decoding.",
     )
     verify: Literal["exact", "lenient"] = Field(

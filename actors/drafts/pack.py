@@ -132,10 +132,14 @@ class PreviousAnswers:
 
     def find(self, key: int, sample: int) -> int:
         """Return the index of a slot's answer, or -1."""
-        first = int(np.searchsorted(self.keys, np.uint64(key)))
-        last = int(np.searchsorted(self.keys, np.uint64(key), "right"))
+        first, last = self.slots(key)
         at = first + int(np.searchsorted(self.samples[first:last], sample))
         return at if at < last and int(self.samples[at]) == sample else -1
+
+    def slots(self, key: int) -> tuple[int, int]:
+        """Return the indexes of the first answer to a prompt and of the one behind its last; equal when it has none."""
+        found = np.uint64(key)
+        return int(np.searchsorted(self.keys, found)), int(np.searchsorted(self.keys, found, "right"))
 
     def same_law(self, at: int, sampling: SamplingParams) -> bool:
         """Return whether an answer was drawn as ``sampling`` draws."""

@@ -31,6 +31,8 @@ _ALIGN_CONTEXT = 16
 """Longest match that counts in that search."""
 _ALIGN_LEAST = 2
 """Shortest match for which the place in the previous answer is moved; a single token is too common."""
+_MOST_SEARCHED = 8192
+"""Tokens of the other slots' answers that are searched, so that very long ones cost a row no noticeable time."""
 
 
 class Candidates:
@@ -139,14 +141,15 @@ class PreviousRows:
     """Rows that follow the previous answer of their sample slot, position by position.
 
     Where a row leaves the answer, it is taken to have replaced a token; once its last tokens match elsewhere in the
-    answer (something was put in or left out), it goes on from there. The share that a draft token is judged by is the
+    answer (something was put in or left out), it goes on from there, and once they match further in the previous answer
+    of another slot of the same prompt, it goes on from there. The share that a draft token is judged by is the
     probability that it was drawn with: for weights that changed little that is its chance to be drawn again.
     """
 
     def __init__(self) -> None:
         self._answers: dict[int, tuple[PreviousAnswers, set[int]]] = {}
         self._set = np.full(8, -1, np.int64)
-        self._place = np.zeros((8, 5), np.int64)
+        self._place = np.zeros((8, 6), np.int64)
 
     def __len__(self) -> int:
         return sum(len(handles) for _, handles in self._answers.values())
@@ -158,8 +161,8 @@ class PreviousRows:
             self._place = np.pad(self._place, ((0, len(self._set) - len(self._place)), (0, 0)))
         self._answers.setdefault(id(answers), (answers, set()))[1].add(handle)
         self._set[handle] = id(answers)
-        start, end = int(answers.starts[index]), int(answers.starts[index + 1])
-        self._place[handle] = (start, end, start, _ALIGN_CONTEXT, prompt)
+        first, last = answers.slots(int(answers.keys[index]))
+        self._place[handle] = (index, int(answers.starts[index]), _ALIGN_CONTEXT, prompt, first, last)
 
     def close(self, handle: int) -> None:
         """Let go of a row; answers that no row follows are dropped."""
@@ -189,6 +192,7 @@ class PreviousRows:
                     rows.length,
                     answers.tokens,
                     answers.logprobs,
+                    answers.starts,
                     self._place,
                     limit,
                     *candidates.of(PREVIOUS),
@@ -204,6 +208,7 @@ def _follow(
     length: Int64Array,
     answer: Int32Array,
     logprobs: Float32Array,
+    starts: Int64Array,
     place: Int64Array,
     limit: Int64Array,
     out_tokens: Int32Array,
@@ -215,8 +220,9 @@ def _follow(
     width = out_tokens.shape[1]
     for row in at:
         handle = handles[row]
-        start, end, here, run, read = place[handle]
+        index, here, run, read, first, last = place[handle]
         for column in range(read, length[row]):
+            start, end = starts[index], starts[index + 1]
             if here < end and answer[here] == tokens[handle, column]:
                 here += 1
                 run += 1
@@ -225,6 +231,7 @@ def _follow(
             aligned = here + 1
             here, run = aligned, 0
             longest = _ALIGN_LEAST - 1
+            written = tokens[handle, prompt[row] : column + 1]
             for distance in range(_ALIGN_WINDOW):
                 for side in range(2):
                     if distance == 0 and side == 1:
@@ -232,22 +239,40 @@ def _follow(
                     spot = aligned - 1 + (distance if side == 0 else -distance)
                     if spot < start or spot >= end:
                         continue
-                    match = 0
-                    while (
-                        match < _ALIGN_CONTEXT
-                        and spot - match >= start
-                        and column - match >= prompt[row]
-                        and answer[spot - match] == tokens[handle, column - match]
-                    ):
-                        match += 1
+                    match = _matching(answer[start : spot + 1], written)
                     if match > longest:
                         longest = match
                         here, run = spot + 1, match
-        place[handle, 2], place[handle, 3], place[handle, 4] = here, run, length[row]
-        drafted = max(0, min(end - here, min(limit[row], width)))
+            searched = 0
+            for other in range(first, last):
+                if other == index:
+                    continue
+                start, end = starts[other], starts[other + 1]
+                searched += end - start
+                if searched > _MOST_SEARCHED:
+                    break
+                # The end of an answer has nothing to draft behind it.
+                for spot in range(start, end - 1):
+                    match = _matching(answer[start : spot + 1], written)
+                    if match > longest:
+                        longest = match
+                        here, run = spot + 1, match
+                        index = other
+        place[handle, 0], place[handle, 1], place[handle, 2], place[handle, 3] = index, here, run, length[row]
+        drafted = max(0, min(starts[index + 1] - here, min(limit[row], width)))
         for j in range(drafted):
             out_tokens[row, j] = answer[here + j]
             out_counts[row, j] = 1.0
             out_ratios[row, j] = np.exp(logprobs[here + j])
             out_matched[row, j] = run + j
         out_lengths[row] = drafted
+
+
+@compiled
+def _matching(left: Int32Array, right: Int32Array) -> int:
+    """Return how many last tokens the two have in common, at most ``_ALIGN_CONTEXT``."""
+    most = min(_ALIGN_CONTEXT, len(left), len(right))
+    match = 0
+    while match < most and left[len(left) - 1 - match] == right[len(right) - 1 - match]:
+        match += 1
+    return match

@@ -57,7 +57,8 @@ def new_state(nodes: Int32Array, counters: Int64Array, length: int, link: int) -
     nodes[state, TOKEN] = -1
     nodes[state, TARGET] = -1
     nodes[state, SLOT] = -1
-    nodes[state, CARRIED:] = 0
+    for column in range(CARRIED, COLUMNS):
+        nodes[state, column] = 0
     return state
 
 

@@ -204,18 +204,16 @@ def _build(text: Int32Array, starts: Int64Array, weights: Float64Array, most: in
 def _spread(nodes: Int32Array, mass: Float64Array) -> None:
     """Add up occurrences, and take the latest position, from the longest contexts to their suffixes."""
     states = len(nodes)
-    longest = 0
+    lengths = nodes[:, LENGTH].copy()  # by itself it stays in the cache
+    place = np.zeros(lengths.max() + 2, np.int64)
     for state in range(states):
-        longest = max(longest, nodes[state, LENGTH])
-    place = np.zeros(longest + 2, np.int64)
-    for state in range(states):
-        place[nodes[state, LENGTH] + 1] += 1
-    for length in range(1, longest + 2):
+        place[lengths[state] + 1] += 1
+    for length in range(1, len(place)):
         place[length] += place[length - 1]
     order = np.empty(states, np.int32)
     for state in range(states):
-        order[place[nodes[state, LENGTH]]] = state
-        place[nodes[state, LENGTH]] += 1
+        order[place[lengths[state]]] = state
+        place[lengths[state]] += 1
     for rank in range(states - 1, 0, -1):
         state = order[rank]
         link = nodes[state, LINK]
@@ -249,7 +247,8 @@ def _finish(nodes: Int32Array, mass: Float64Array, table: Int32Array) -> Any:
         next_token[state] = best
         next_state[state] = target
         next_count[state] = mass[target] if target >= 0 else 0.0
-        _sort(edge_token[edge_start[state] : edge], edge_state[edge_start[state] : edge])
+        if edge - edge_start[state] > 1:  # few states have more than one: views of the others would cost more than all
+            _sort(edge_token[edge_start[state] : edge], edge_state[edge_start[state] : edge])
     edge_start[states] = edge
     return (
         nodes[:, LINK].copy(),

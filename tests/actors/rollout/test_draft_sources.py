@@ -206,6 +206,20 @@ def test_previous_answer_is_followed_across_a_replaced_a_missing_and_an_extra_to
     assert rows.draft(0) == ANSWER[11:19], "an extra token"
 
 
+def test_a_row_that_left_its_previous_answer_goes_on_in_that_of_another_slot_where_that_matches_further() -> None:
+    rows = table("previous_epoch")
+    other = [*range(200, 210), *range(60, 80)]
+    rows.source.add_pack(pack_of(past(ANSWER, sample=0), past([300, 60, 61, 301], sample=1), past(other, sample=2)))
+    rows.source.register(1, prompt_hash(PROMPT), 0)
+    rows.open(0, 1)
+    rows.write(0, [*ANSWER[:3], 60])
+    assert rows.draft(0) == ANSWER[4:12], "one token that is found elsewhere too says nothing"
+    rows.write(0, [61, 62])
+    assert rows.draft(0) == other[13:21], "the longest match, not the first"
+    rows.write(0, [*other[13:15], *ANSWER[6:8]])
+    assert rows.draft(0) == ANSWER[8:16], "and back"
+
+
 def test_previous_answer_of_another_slot_is_not_used() -> None:
     rows = table("previous_epoch")
     rows.source.add_pack(pack_of(past(ANSWER, sample=2)))
