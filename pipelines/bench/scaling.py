@@ -42,12 +42,12 @@ _SKIP = 2
 _NODE_CPUS = 8
 _PROMPTS_EACH = 4
 _SAMPLES = 4
-_TASK = RunningSums(max_stations=4, median_laps=1.0, sigma_laps=0.3, max_laps=2)
+_TASK = RunningSums(max_stations=4, median_laps=3.0, sigma_laps=0.3, max_laps=6)
 _PROMPTS = 256
 _STREAM = (
     "rollout.samples_per_prompt=4",
     "rollout.max_rows=16",
-    "rollout.max_tokens=64",
+    "rollout.max_tokens=128",
     "asynchrony.pipeline=stream",
     "asynchrony.partial=interrupt",
     "asynchrony.max_staleness=2",

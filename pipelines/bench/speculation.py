@@ -79,7 +79,7 @@ class Sizes:
 SIZES = {
     # A pass of the built-in model has too little work for two threads: meeting costs more than it saves.
     TINY: Sizes(8, 56, 8, 4, 1.0, 256, 1, EXACT, True),
-    SMOLLM2: Sizes(8, 8, 4, 3, 0.7, 48, 0, ("off", "history", "hybrid"), False),
+    SMOLLM2: Sizes(8, 16, 8, 4, 0.7, 48, 0, ("off", "history", "hybrid"), False),
 }
 
 
