@@ -16,6 +16,7 @@ import xxhash
 
 from storage.errors import UserError
 from storage.history.index.automaton_set import AutomatonSet
+from storage.history.index.compiled import read_only
 from storage.history.index.fuzzy import FuzzyIndex
 from storage.history.index.levels import LevelIndex, Order
 from storage.history.index.suffix_automaton import Automaton, build
@@ -116,7 +117,8 @@ class PreviousAnswers:
         none: list[npt.NDArray[Any]] = [np.zeros(0)]
         tokens = np.concatenate([a.token_ids for a in answers] or none).astype(np.int32)
         logprobs = np.concatenate([a.logprobs for a in answers] or none).astype(np.float32)
-        tokens.flags.writeable = logprobs.flags.writeable = False  # as after an object store: one compiled variant
+        for array in (starts, tokens, logprobs):
+            read_only(array)  # as after an object store: one compiled variant
         return cls(
             keys=np.array([key for key, _ in slots], np.uint64),
             samples=np.array([sample for _, sample in slots], np.int64),

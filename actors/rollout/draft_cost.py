@@ -31,6 +31,9 @@ _HOPE = 0.05
 _PRIOR_WEIGHT = 0.05
 """Weight of the prior, in steps."""
 
+# What the fit remembers of times: that of a typical step in seconds, and the typical relative error.
+_UNIT, _DEVIATION = 0, 1
+
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
@@ -76,16 +79,18 @@ class CostFit:
         self.steps = 0
         self.drafting_steps = 0
         self._forget = forget
-        self._early: list[tuple[Float64Array, float]] = []
+        self._early: list[tuple[tuple[float, float, float, float], float]] = []
         self._information = np.zeros((4, 4))
         self._moment = np.zeros(4)
-        self._unit = 0.0
-        self._deviation = 0.1
+        self._scale = np.array([0.0, 0.1])
+        self._coefficients: Float64Array | None = None
         self._cost: PassCost | None = None
 
     @property
     def cost(self) -> PassCost | None:
         """The fit; ``None`` before enough steps were seen."""
+        if self._cost is None and self._coefficients is not None:
+            self._cost = PassCost(*self._coefficients.tolist())
         return self._cost
 
     def observe(self, stats: StepStats) -> None:
@@ -94,9 +99,9 @@ class CostFit:
         if not stats.tokens or seconds <= 0:
             return
         ragged = stats.prefill_tokens > 0 or stats.drafted > 0
-        feature = np.array([stats.passes, stats.rows, stats.tokens, float(ragged)], np.float64)
+        feature = (float(stats.passes), float(stats.rows), float(stats.tokens), float(ragged))
         self.drafting_steps += stats.drafted > 0
-        if self._cost is not None:
+        if self._coefficients is not None:
             self._learn(feature, seconds)
             return
         self._early.append((feature, seconds))
@@ -105,34 +110,52 @@ class CostFit:
 
     def _begin(self) -> None:
         times = np.array([seconds for _, seconds in self._early])
-        self._unit = float(np.median(times))
-        typical = np.median([feature for feature, _ in self._early], axis=0)
+        unit = float(np.median(times))
+        typical = np.median(np.array([feature for feature, _ in self._early]), axis=0)
         rows = max(float(typical[1]), 1.0)
         scale = np.array([1.0, rows, rows, 1.0])
-        prior = np.array(_PRIOR_SHAPE) * self._unit / scale
-        self._information = np.diag(_PRIOR_WEIGHT * (scale / self._unit) ** 2)
+        prior = np.array(_PRIOR_SHAPE) * unit / scale
+        self._scale[_UNIT] = unit
+        self._information = np.diag(_PRIOR_WEIGHT * (scale / unit) ** 2)
         self._moment = self._information @ prior
-        self._cost = PassCost(*prior.tolist())
+        self._coefficients = prior
         for feature, seconds in self._early:
-            if seconds <= _OUTLIER * self._unit:
+            if seconds <= _OUTLIER * unit:
                 self._learn(feature, seconds)
         self._early.clear()
 
-    def _learn(self, feature: Float64Array, seconds: float) -> None:
-        assert self._cost is not None
-        predicted = self._cost.seconds(
-            feature[1], feature[2], passes=int(feature[0]), ragged=bool(feature[3])
-        )  # relative errors: a long prefill must not outweigh a hundred decoding steps
-        predicted = max(predicted, 0.1 * self._unit)
-        error = abs(seconds - predicted) / predicted
-        limit = _OUTLIER * self._deviation
-        weight = 1.0 if error <= limit else limit / error
-        # Clipped, so one outlier moves it little and a lasting change of pace is accepted after some steps.
-        self._deviation = max(0.9 * self._deviation + 0.1 * 1.25 * min(error, limit), 0.01)
-        root = np.sqrt(weight) / predicted
-        _update(self._information, self._moment, feature * root, seconds * root, (1 - self._forget) * weight)
-        self._cost = PassCost(*_solve(self._information, self._moment).tolist())
+    def _learn(self, feature: tuple[float, float, float, float], seconds: float) -> None:
+        assert self._coefficients is not None
+        _learn(self._information, self._moment, self._coefficients, self._scale, *feature, seconds, 1.0 - self._forget)
+        self._cost = None
         self.steps += 1
+
+
+@compiled
+def _learn(
+    information: Float64Array,
+    moment: Float64Array,
+    coefficients: Float64Array,
+    scale: Float64Array,
+    passes: float,
+    rows: float,
+    tokens: float,
+    ragged: float,
+    seconds: float,
+    lost: float,
+) -> None:
+    """Take in one step; in place. Compiled as a whole, since it stands between any two passes."""
+    feature = np.array([passes, rows, tokens, ragged])
+    # Relative errors: a long prefill must not outweigh a hundred decoding steps.
+    predicted = max((coefficients * feature).sum(), 0.1 * scale[_UNIT])
+    error = abs(seconds - predicted) / predicted
+    limit = _OUTLIER * scale[_DEVIATION]
+    weight = 1.0 if error <= limit else limit / error
+    # Clipped, so one outlier moves it little and a lasting change of pace is accepted after some steps.
+    scale[_DEVIATION] = max(0.9 * scale[_DEVIATION] + 0.1 * 1.25 * min(error, limit), 0.01)
+    root = np.sqrt(weight) / predicted
+    _update(information, moment, feature * root, seconds * root, lost * weight)
+    coefficients[:] = _solve(information, moment)
 
 
 @compiled

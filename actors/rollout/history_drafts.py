@@ -207,9 +207,8 @@ class HistoryDrafts:
         self._row_passes += stats.rows
         self._residual_draws += stats.residual_draws
         self._residual_tail += stats.residual_tail
-        cost = self.cost
         # A pass that also reuses whole answers says nothing of what the other drafts bring.
-        if cost is not None and not self._lenient_pass:
+        if stats.drafted and not self._lenient_pass and (cost := self.cost) is not None:
             self._gate.measure(stats, cost)
         self._lenient_pass = False
 
@@ -257,8 +256,7 @@ class HistoryDrafts:
         on, gate = self._wanted
         if gate != self._gate.mode:
             self._gate.switch(gate)
-        cost = self.cost
-        if not on or cost is None or not self._anything() or not self._gate.admit():
+        if not on or not self._anything() or (cost := self.cost) is None or not self._gate.admit():
             return none
         limits = self._rule.limits(rows)
         width = max(int(limits.max(initial=0)), 1)

@@ -8,7 +8,7 @@ reward functions and makes real optimiser steps, so that the weights move betwee
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from storage.models import load_tokenizer
 from storage.records import Float32Array, Group, GroupKey, Prompt, Sample, SamplingParams, WeightsManifest, request_id
 
 _COLLECT_S = 1.0
+_BURST = 16
+"""Engine steps that a lane makes before the next one's turn: enough to win the caches back that the others took."""
 _WARM_UP_TOKENS = 24
 
 Batch = Sequence[tuple[GroupKey, Prompt]]
@@ -146,7 +148,11 @@ class Lane:
             self.drafts.version = manifest.version
 
     def write(self, batch: Batch) -> Rollout:
-        """Write all answers of a step.
+        """Write all answers of a step; raises as :meth:`writing`."""
+        return written_in_turns({"": self}, batch)[""]
+
+    def writing(self, batch: Batch) -> Generator[None, None, Rollout]:
+        """Write all answers of a step, a few engine steps at a time; the clock stands still in between.
 
         The pack of drafts is made before the clock starts: in a run the retriever makes it while the learner trains.
 
@@ -164,9 +170,13 @@ class Lane:
                 self.drafts.register(request.request_id, hashes[key], index)
         self._engine.submit([request for request, _, _ in requests])
         done: list[Completion] = []
+        seconds = 0.0
         while self._engine.running or self._engine.waiting:
-            done += self._engine.step()
-        seconds = time.perf_counter() - began
+            for _ in range(_BURST):
+                done += self._engine.step()
+            seconds += time.perf_counter() - began
+            yield
+            began = time.perf_counter()
         if self._engine.draft_failure:
             raise RuntimeError(f"the engine gave its drafts up: {self._engine.draft_failure}")
         return Rollout(
@@ -239,6 +249,24 @@ class Lane:
                 )
             )
         return tuple(Group(key=key, prompt=prompt, samples=tuple(samples[key])) for key, prompt in batch)
+
+
+def written_in_turns(lanes: Mapping[str, Lane], batch: Batch) -> dict[str, Rollout]:
+    """Let every lane write the answers of a step, in short turns.
+
+    The speed of a shared machine drifts by tens of percent within seconds. Lanes that take turns every few
+    milliseconds drift together, so that the ratios of their times hold still.
+    """
+    open_lanes = {name: lane.writing(batch) for name, lane in lanes.items()}
+    done: dict[str, Rollout] = {}
+    while open_lanes:
+        for name, writing in list(open_lanes.items()):
+            try:
+                next(writing)
+            except StopIteration as end:
+                done[name] = end.value
+                del open_lanes[name]
+    return done
 
 
 class Trainer:

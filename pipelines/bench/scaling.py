@@ -29,7 +29,7 @@ from storage.tasks import RunningSums
 
 OPTIONS: dict[str, OptionValue] = {
     "workers": "1,2,4,8",
-    "steps": 8,
+    "steps": 12,
     "t0_ms": 150.0,
     "groups": 1536,
     "seed": 0,
@@ -38,7 +38,7 @@ OPTIONS: dict[str, OptionValue] = {
 
 COLUMNS = ("workers", "nodes", "s/step", "tokens/s", "of linear", "conductor ms/group", "learn", "overrun")
 
-_SKIP = 2
+_SKIP = 4
 _NODE_CPUS = 8
 _PROMPTS_EACH = 4
 _SAMPLES = 4
@@ -47,10 +47,10 @@ _PROMPTS = 256
 _STREAM = (
     "rollout.samples_per_prompt=4",
     "rollout.max_rows=16",
-    "rollout.max_tokens=128",
+    "rollout.max_tokens=96",
     "asynchrony.pipeline=stream",
     "asynchrony.partial=interrupt",
-    "asynchrony.max_staleness=2",
+    "asynchrony.max_staleness=4",
     "algorithm.name=decoupled_ppo",
     "run.restarts=0",
 )
@@ -149,6 +149,7 @@ def report(scaled: list[Scaled], small: tuple[TrainingRun, float] | None) -> Ben
         figures=figures,
         notes=(
             note,
+            "staleness up to 4: with less, slots wait for the longest answer of a step, the longer the more there are",
             f"paced: {_PROMPTS_EACH} prompts of {_SAMPLES} answers a step and worker, profile latency_bound, model "
             f"tiny; one run each, the first {_SKIP} steps do not count; nodes are emulated on this machine",
             "learn: share of the step in which the learner works; it overlaps with generation",

@@ -1,7 +1,7 @@
 """The measurements of ``slipstream bench speculation``: the same training steps, written with and without drafts.
 
 Lanes that verify exactly write the same tokens, so one learner serves all of them: at each step every lane answers the
-same prompts under the same weights, one after the other and each time another one first. Lenient reuse changes the
+same prompts under the same weights, in short turns and each time another one first. Lenient reuse changes the
 tokens. It gets a learner of its own, and a plain lane beside it answers the same prompts under its weights.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from actors.drafts.options import SpeculationOptions
 from actors.rollout.draft_cost import CostFit, PassCost
-from pipelines.bench.rollout_loop import Batch, Lane, Rollout, Trainer, World
+from pipelines.bench.rollout_loop import Batch, Lane, Rollout, Trainer, World, written_in_turns
 from pipelines.speculation_metrics import bias_metrics
 from storage.history.archive import RolloutArchive
 from storage.prompt_source import PromptSource
@@ -230,7 +230,7 @@ def median_ratio(ratios: Sequence[float]) -> float:
 def _in_turns(lanes: Mapping[str, Lane], number: int, batch: Batch) -> dict[str, Rollout]:
     names = list(lanes)
     first = number % len(names)
-    return {name: lanes[name].write(batch) for name in (*names[first:], *names[:first])}
+    return written_in_turns({name: lanes[name] for name in (*names[first:], *names[:first])}, batch)
 
 
 def _step(batch: Batch, rollouts: Mapping[str, Rollout], groups: Sequence[Group]) -> Step:

@@ -48,7 +48,7 @@ def test_goodput_is_compared_with_that_of_the_fewest_workers_times_their_number(
 
 
 def test_cpu_of_the_conductor_counts_between_the_skipped_steps_and_the_last() -> None:
-    clock = ConductorClock([(0.0, 1.0), (103.9, 2.0), (104.1, 50.0), (111.9, 6.0), (120.0, 99.0)])
+    clock = ConductorClock([(0.0, 1.0), (107.9, 2.0), (108.1, 50.0), (111.9, 6.0), (120.0, 99.0)])
     assert clock.per_group(training(6, 2.0), 16) == pytest.approx(1e3 * (6.0 - 2.0) / 16)
     with pytest.raises(UserError, match="was not seen"):
         ConductorClock().per_group(training(6, 2.0), 16)
