@@ -23,6 +23,7 @@ from pipelines.faults import RunLost, brief, survivable, user_error
 from pipelines.interruption import Interrupted
 from pipelines.knobs import Change, Knob, Value
 from pipelines.mirroring import Mirroring
+from pipelines.monitoring import newest_step
 from pipelines.plots import CURVES_FILE, draw_curves
 from pipelines.progress import load_status
 from pipelines.restarts import Restarts, restart_point
@@ -327,12 +328,14 @@ class Conductor:
             UserError: There is nothing intact to go on from, or the disk refused something.
         """
         restarts = Restarts.of(self._directory, self._config.run.restarts)
+        reached, _ = newest_step(self._directory.metrics)
         point = restart_point(self._directory, self._config.checkpoint.keep_last)
         step = 0 if point is None else point.step
-        if not restarts.allow(step):
+        if not restarts.allow(step, reached):
             raise RunLost(f"{brief(death)}; it is not started again: {restarts.refusal()}") from death
         where = "from the beginning, as there is no checkpoint yet" if point is None else f"from step {step}"
-        message = f"{brief(death)}; the run went on {where}"
+        again = f", and trains {reached - step} finished steps once more" if reached > step else ""
+        message = f"{brief(death)}; the run went on {where}{again}"
         log.warning("%s (death %d since that checkpoint)", message, restarts.fruitless, exc_info=death)
         self._alarms.append(message)
         if self._session is not None:

@@ -23,6 +23,7 @@ from pipelines.active_runs import CONDUCTOR, namespace_of, refuse_second, wait_f
 from pipelines.conductor import Conductor, Outcome
 from pipelines.config import Config
 from pipelines.faults import RunLost, cause_of_death, survivable, user_error
+from pipelines.monitoring import newest_step
 from pipelines.placement import coordination_need
 from pipelines.progress import LiveView
 from pipelines.restarts import Restarts, restart_point
@@ -90,10 +91,11 @@ class Drive:
         refuse_second(self._directory.path.name)
         self._directory.refill()
         restarts = Restarts.of(self._directory, self._config.run.restarts)
+        reached, _ = newest_step(self._directory.metrics)
         point = restart_point(self._directory, self._config.checkpoint.keep_last)
         step = 0 if point is None else point.step
         what = f"the conductor died{cause_of_death(error)}"
-        if not restarts.allow(step):
+        if not restarts.allow(step, reached):
             raise RunLost(f"{what}; it is not started again: {restarts.refusal()}") from error
         self._console.print(f"{what}: going on from step {step}", markup=False, highlight=False, soft_wrap=True)
         return point

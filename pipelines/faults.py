@@ -11,6 +11,7 @@ import ray
 
 from storage.errors import UserError
 
+_STORE_FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 _RAISED = re.compile(r"^((?:\w+\.)+\w+): ", re.MULTILINE)
 _MOST_CHARS = 400
 
@@ -35,11 +36,23 @@ def user_error(error: BaseException) -> UserError | None:
         return user_error(error.cause)
     if isinstance(error, UserError):
         return error
+    if isinstance(error, _STORE_FULL):
+        return UserError(_store_full(error))
     if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
         raised = list(_RAISED.finditer(str(error)))
         if raised and raised[-1][1] in _user_error_names():
             return UserError(str(error)[raised[-1].end() :].strip())
     return None
+
+
+def _store_full(error: BaseException) -> str:
+    """Say what to do when the object store of a node has no room, and the disk that it spills to has none either."""
+    spilt = " and so is the disk that it spills to" if isinstance(error, ray.exceptions.OutOfDiskError) else ""
+    return (
+        f"the object store of a node is full{spilt}: raise cluster.object_store_mb (of a cluster that is joined, the "
+        "--object-store-memory of its nodes), free space on that disk, or spill to another one (RAY_TMPDIR, or "
+        "--object-spilling-directory of `ray start`); a step needs less with fewer rollout.prompts_per_step"
+    )
 
 
 def brief(error: BaseException) -> str:

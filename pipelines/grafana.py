@@ -158,6 +158,12 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             note="Since the start of the conductor's process; 0",
         ),
         Panel(
+            title="Back to a checkpoint",
+            targets={"{{run}} times": _of("restarts"), "{{run}} steps lost": _of("steps_lost")},
+            unit="none",
+            note="After the death of the learner, of a queue or of the conductor, since the run began",
+        ),
+        Panel(
             title="Answers whose scoring failed",
             targets={"{{run}}": _of("reward_error_share")},
             unit="percentunit",

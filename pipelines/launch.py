@@ -117,9 +117,9 @@ def _resume(config: Config, run: Path | str, console: Console, *, detach: bool) 
             raise UserError(
                 f"{directory.address} has no complete checkpoint to resume from: start a new run, under another name"
             )
-        Restarts.of(directory, config.run.restarts).forget()
         model_path = checkpoint.component(MODEL_COMPONENT)
         check_run(_with_model(config, model_path))
+        Restarts.of(directory, config.run.restarts).forgive()
         data = load_run_data(config, model_path)
         check_memory(config, model_path, data.max_length)
         return _run(config, data, directory, checkpoint, console, held, train=True, detach=detach)

@@ -146,6 +146,8 @@ METRICS: Mapping[str, Metric] = {
     "storage/upload_mb": Metric("Sent to the URI since the start of this process", "MB"),
     "storage/upload_failures": Metric("Attempts to send that failed; each is made again", "attempts", "0"),
     "storage/lag_steps": Metric("Steps that the URI is behind when a step is reported", "steps", "0 or 1"),
+    "run/restarts": Metric("Times that the run went back to a checkpoint by itself, since it began", "", "0"),
+    "run/steps_lost": Metric("Finished steps that it trained once more because of that", "steps", "few"),
     "faults/crashes": Metric("Workers that died or were replaced since the start of this process", "workers", "0"),
     # The learner. Trained tokens are those with a gradient: answers with advantage 0 are not computed without a KL term
     "learner/reward_mean": Metric("Mean reward of the scored answers of the batch, before shaping", "", "rises"),
@@ -256,6 +258,8 @@ LIVE: Mapping[str, Live] = {
     "queue_depth": Live("gauge", "Answers that are being generated, or wait for their score", "answers", "", "queue"),
     "wait_seconds": Live("gauge", "How long the run has waited for this, now", "s", "below its deadline", "label"),
     "errors": Live("gauge", "Failures since the start of the conductor's process", "failures", "0", "reason"),
+    "restarts": _last("run/restarts"),
+    "steps_lost": _last("run/steps_lost"),
     "ended_groups": Live("gauge", "Groups that ended without training, by reason", "groups", "few", "reason"),
     "reward_error_share": _last("reward/error_share"),
     "seconds": Live("histogram", "Durations of operations", "s", "no long tail", "operation"),

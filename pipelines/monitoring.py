@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 Value = float | int | str
 
+_TAIL_BYTES = 1 << 16
+
 
 class Monitor(Protocol):
     """A place that metrics are sent to."""
@@ -255,6 +257,19 @@ def open_monitors(
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Read ``metrics.jsonl``, in order; a missing file has no records and a torn last line is left out."""
     return JsonLines.read(path) if path.exists() else []
+
+
+def newest_step(path: Path) -> tuple[int, float]:
+    """Number of the newest step in ``metrics.jsonl``, and when it was finished (Unix seconds); zeros before any.
+
+    Reads the end of the file alone, which may be written in the same moment.
+    """
+    try:
+        records = JsonLines.tail(path, _TAIL_BYTES)
+    except FileNotFoundError:
+        return 0, 0.0
+    steps = [record for record in records if "time/step_s" in record]
+    return (int(steps[-1]["step"]), float(steps[-1]["time"])) if steps else (0, 0.0)
 
 
 def _plain(value: Any) -> float | int | str | None:

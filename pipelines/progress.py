@@ -150,6 +150,8 @@ def panel(status: RunStatus, *, unicode: bool = True) -> RenderableType:
     rows += [
         Text(f"! {message}", style="bold yellow", overflow="ellipsis", no_wrap=True) for message in status.alarms[-3:]
     ]
+    if status.restarts:
+        rows.append(Text(_setbacks(status), style="yellow"))
     if status.message:
         rows.append(Text(status.message, style=_STYLES.get(status.state, "")))
     title = f"[bold]{escape(status.name)}[/bold]"
@@ -189,6 +191,10 @@ def wait_text(wait: Wait) -> str:
     """Say what is awaited, from whom, for how long and when it is overdue."""
     text = f"{wait.label} ({wait.who}) for {duration(wait.seconds)}"
     return f"{text}, deadline {duration(wait.deadline_s)}" if wait.deadline_s > 0 else text
+
+
+def _setbacks(status: RunStatus) -> str:
+    return f"deaths sent the run back to a checkpoint {status.restarts} times and cost {status.steps_lost} steps"
 
 
 def duration(seconds: float) -> str:
@@ -256,6 +262,8 @@ def print_summary(ending: Ending, directory: Path, console: Console) -> None:
     reward = status.curves.get("reward/mean") if status is not None else None
     if reward is not None and len(reward.values) > 1:
         say(Text(f"reward in training: {reward.values[0]:.3f} -> {reward.values[-1]:.3f}"))
+    if status is not None and status.restarts:
+        say(Text(_setbacks(status)))
     say(Text(f"time: {duration(ending.seconds)}"))
     run = RunDirectory(directory)
     say(Text.assemble("run directory: ", (run.address, "bold")))

@@ -22,52 +22,61 @@ from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
+_KEPT = ("step", "fruitless", "times", "steps_lost")
 _PREDECESSOR_S = 30.0
 """Killed processes live on for a moment."""
 
 
 @dataclass(slots=True)
 class Restarts:
-    """Counts the deaths of a run since its newest checkpoint.
+    """Counts the deaths of a run since its newest checkpoint, and how often it went back since it began.
 
     Attributes:
         path: Where the account lies.
         limit: Restarts without a new checkpoint that are allowed.
         step: Step of the checkpoint that the run last went on from; -1 before that.
         fruitless: Deaths since then.
+        times: Times that the run went back to a checkpoint by itself, over all of its processes.
+        steps_lost: Finished steps that it had to train once more because of that.
     """
 
     path: Path
     limit: int
     step: int = -1
     fruitless: int = 0
+    times: int = 0
+    steps_lost: int = 0
 
     @classmethod
     def of(cls, directory: RunDirectory, limit: int) -> Restarts:
         """Return the account of a run; one that cannot be read begins anew."""
-        restarts = cls(directory.restarts, limit)
         try:
             kept = json.loads(directory.restarts.read_text(encoding="utf-8"))
-            restarts.step, restarts.fruitless = int(kept["step"]), int(kept["fruitless"])
+            return cls(directory.restarts, limit, *(int(kept[name]) for name in _KEPT))
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("%s cannot be read (%s): restarts are counted anew", directory.restarts, error)
-        return restarts
+        return cls(directory.restarts, limit)
 
-    def allow(self, step: int) -> bool:
+    def allow(self, step: int, reached: int) -> bool:
         """Take note of a death; False when there were too many without a checkpoint in between.
 
         Args:
             step: Step of the newest intact checkpoint; 0 without any.
+            reached: Newest step that was finished before the death.
 
         Raises:
             StorageError: The disk refused the account.
         """
         self.fruitless = 1 if step > self.step else self.fruitless + 1
         self.step = max(step, self.step)
-        atomic_write(self.path, json.dumps({"step": self.step, "fruitless": self.fruitless}).encode() + b"\n")
-        return self.fruitless <= self.limit
+        allowed = self.fruitless <= self.limit
+        if allowed:
+            self.times += 1
+            self.steps_lost += max(0, reached - step)
+        self._write()
+        return allowed
 
     def refusal(self) -> str:
         """Say why :meth:`allow` said no."""
@@ -76,9 +85,22 @@ class Restarts:
         deaths = "death" if self.fruitless == 1 else "deaths"
         return f"{self.fruitless} {deaths} without a new checkpoint in between, run.restarts={self.limit} are allowed"
 
-    def forget(self) -> None:
-        """Begin anew: somebody has looked after the run."""
-        self.path.unlink(missing_ok=True)
+    def forgive(self) -> None:
+        """Count deaths anew, as somebody has looked after the run; what it lost so far stays known.
+
+        Raises:
+            StorageError: The disk refused the account.
+        """
+        if self.fruitless:
+            self.step, self.fruitless = -1, 0
+            self._write()
+
+    def metrics(self) -> dict[str, float]:
+        """What a step reports of it."""
+        return {"run/restarts": float(self.times), "run/steps_lost": float(self.steps_lost)}
+
+    def _write(self) -> None:
+        atomic_write(self.path, json.dumps({name: getattr(self, name) for name in _KEPT}).encode() + b"\n")
 
 
 def newest_intact(store: CheckpointStore, report: Callable[[str], None]) -> Checkpoint | None:

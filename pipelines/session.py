@@ -28,7 +28,7 @@ from pipelines.mirroring import Mirroring
 from pipelines.monitoring import MonitorGroup, open_monitors, read_records
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
-from pipelines.restarts import cut_back
+from pipelines.restarts import Restarts, cut_back
 from pipelines.roles import Published, Roles, home_node
 from pipelines.round_books import RoundResult
 from pipelines.rounds import RoundRunner
@@ -124,6 +124,7 @@ class Session:
         )
         self.recent = RecentMetrics(read_records(self._directory.metrics))
         self._monitors.add("drivers", lambda: self.recent)
+        self._restarts = Restarts.of(directory, config.run.restarts)
         previous = load_status(self._directory.path) if resume is not None else None
         self.board = StatusBoard(
             self._directory.path.name,
@@ -133,6 +134,7 @@ class Session:
             evaluate_every=config.evaluation.every,
             evaluate_after=config.evaluation.after,
             dashboard_url=dashboard_url,
+            restarts=(self._restarts.times, self._restarts.steps_lost),
             previous=previous,
         )
         self._metrics = RunMetrics(directory.path.name)
@@ -380,7 +382,7 @@ class Session:
             config=self._config,
             version=version,
             epoch=self._source.progress,
-            extra=self._mirroring.metrics() if self._mirroring is not None else {},
+            extra=self._restarts.metrics() | (self._mirroring.metrics() if self._mirroring is not None else {}),
         )
         if self._config.run.debug:
             self._ledger.check()

@@ -117,6 +117,8 @@ class RunStatus:
         started: Start of this process, in seconds since the epoch.
         updated: Time of this snapshot, in seconds since the epoch.
         alarms: Messages that a person should read, oldest first.
+        restarts: Times that the run went back to a checkpoint by itself.
+        steps_lost: Finished steps that it had to train once more because of that.
         dashboard_url: Ray dashboard; empty without one.
         host: Host name of the conductor.
         pid: Process id of the conductor on that host.
@@ -141,6 +143,8 @@ class RunStatus:
     started: float = 0.0
     updated: float = 0.0
     alarms: tuple[str, ...] = ()
+    restarts: int = 0
+    steps_lost: int = 0
     dashboard_url: str = ""
     host: str = ""
     pid: int = 0
@@ -212,10 +216,14 @@ class StatusBoard:
         evaluate_every: int = 0,
         evaluate_after: bool = True,
         dashboard_url: str = "",
+        restarts: tuple[int, int] = (0, 0),
         previous: RunStatus | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Start at ``step`` of ``steps``; a resumed run takes over the curves of its ``previous`` status up to it."""
+        """Start at ``step`` of ``steps``; a resumed run takes over the curves of its ``previous`` status up to it.
+
+        ``restarts`` are the times that the run went back to a checkpoint, and the steps that it lost by that.
+        """
         self._clock = clock
         self._every = evaluate_every
         self._after = evaluate_after
@@ -234,6 +242,8 @@ class StatusBoard:
             curves=curves,
             recent=recent,
             latest={key: curve.values[-1] for key, curve in curves.items()},
+            restarts=restarts[0],
+            steps_lost=restarts[1],
             dashboard_url=dashboard_url,
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 import ray
 
-from pipelines.faults import RunLost, brief, survivable
+from pipelines.faults import RunLost, brief, survivable, user_error
 from pipelines.learner_events import LearnerEvents
 from pipelines.restarts import Restarts, restart_point
 from storage.checkpoints import CheckpointStore
@@ -29,32 +28,47 @@ def save(directory: RunDirectory, step: int) -> Path:
 
 
 def test_deaths_without_a_new_checkpoint_are_counted_and_a_new_one_begins_anew(directory: RunDirectory) -> None:
-    allowed = [Restarts.of(directory, 2).allow(step) for step in (4, 4, 4, 6, 6, 6)]
+    allowed = [Restarts.of(directory, 2).allow(step, step) for step in (4, 4, 4, 6, 6, 6)]
     assert allowed == [True, True, False, True, True, False]
 
 
 def test_an_older_checkpoint_is_no_progress(directory: RunDirectory) -> None:
     """The newer one was damaged."""
-    assert [Restarts.of(directory, 2).allow(step) for step in (6, 4, 4)] == [True, True, False]
+    assert [Restarts.of(directory, 2).allow(step, step) for step in (6, 4, 4)] == [True, True, False]
 
 
 def test_a_run_without_restarts_never_goes_on_and_says_why(directory: RunDirectory) -> None:
     restarts = Restarts.of(directory, 0)
-    assert not restarts.allow(0)
+    assert not restarts.allow(0, 0)
     assert restarts.refusal() == "run.restarts=0"
     restarts = Restarts.of(directory, 1)
-    assert not restarts.allow(0)
+    assert not restarts.allow(0, 0)
     assert "2 deaths without a new checkpoint in between" in restarts.refusal()
 
 
 def test_the_account_outlives_processes_until_somebody_looks_after_the_run(directory: RunDirectory) -> None:
-    Restarts.of(directory, 3).allow(2)
-    assert json.loads(directory.restarts.read_text()) == {"step": 2, "fruitless": 1}
+    Restarts.of(directory, 3).allow(2, 2)
     assert Restarts.of(directory, 3).fruitless == 1
-    Restarts.of(directory, 3).forget()
+    Restarts.of(directory, 3).forgive()
     assert Restarts.of(directory, 3).fruitless == 0
     directory.restarts.write_text("{")
     assert Restarts.of(directory, 3).fruitless == 0
+
+
+def test_times_and_lost_steps_are_counted_over_the_whole_run(directory: RunDirectory) -> None:
+    Restarts.of(directory, 1).allow(4, 6)
+    Restarts.of(directory, 1).allow(8, 8)
+    Restarts.of(directory, 1).forgive()
+    assert Restarts.of(directory, 1).metrics() == {"run/restarts": 2.0, "run/steps_lost": 2.0}
+    restarts = Restarts.of(directory, 1)
+    assert restarts.allow(8, 11)
+    assert not restarts.allow(8, 12), "it ends here, and goes back nowhere"
+    assert restarts.metrics() == {"run/restarts": 3.0, "run/steps_lost": 5.0}
+
+
+def test_a_run_that_nothing_died_of_leaves_no_account(directory: RunDirectory) -> None:
+    Restarts.of(directory, 3).forgive()
+    assert not directory.restarts.exists()
 
 
 def test_a_run_goes_on_from_the_newest_intact_checkpoint(directory: RunDirectory) -> None:
@@ -158,3 +172,13 @@ def test_a_learner_that_is_let_go_tells_nobody() -> None:
         return told
 
     assert asyncio.run(play()) == []
+
+
+@pytest.mark.parametrize("kind", [ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError])
+def test_a_full_object_store_is_for_the_user_to_mend(kind: type[ray.exceptions.RayError]) -> None:
+    error = ray.exceptions.RayTaskError("generate", "trace", kind())
+    assert not survivable(error), "nothing is won by going back: it would be full again"
+    fault = user_error(error)
+    assert fault is not None
+    assert "raise cluster.object_store_mb" in str(fault)
+    assert ("the disk that it spills to" in str(fault)) == (kind is ray.exceptions.OutOfDiskError)

@@ -57,6 +57,8 @@ def test_json_round_trip_keeps_every_field(tmp_path):
         started=1.0,
         updated=2.0,
         alarms=("careful",),
+        restarts=2,
+        steps_lost=3,
         dashboard_url="http://127.0.0.1:8265",
         host="here",
         pid=42,
