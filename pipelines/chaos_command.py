@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipelines.chaos.account import Account
+    from pipelines.chaos.targets import Draw
     from pipelines.config import Config
 
 BROKEN = 1
@@ -71,10 +72,10 @@ def chaos(
 ) -> None:
     """Kill parts of a small training run at random, each once the run has recovered from the last, and check its laws.
 
-    Rollout and reward workers, the learner, the draft retriever, the conductor, queues and the length predictor die by
-    SIGKILL, now and then two at once. Afterwards every prompt must have been trained exactly once in each epoch, or
-    have ended with a reason, on the weights that survive; archive, ledger and metrics must agree; and no recovery may
-    have taken longer than the deadline. The exit status is 1 when a law broke.
+    Rollout and reward workers, the learner, the draft retriever, the conductor, queues, the length predictor and the
+    driver that watches the run die by SIGKILL, now and then two at once. Afterwards every prompt must have been trained
+    exactly once in each epoch, or have ended with a reason, on the weights that survive; archive, ledger and metrics
+    must agree; and no recovery may have taken longer than the deadline. The exit status is 1 when a law broke.
 
     [bold]Examples[/bold]
 
@@ -112,7 +113,7 @@ def rage(
     nodes: int = 0,
     deadline_s: float = 120.0,
     keep: Path | None = None,
-    kinds: Sequence[str] = (),
+    strikes: Iterator[Draw] | None = None,
 ) -> Account:
     """Start a run, kill parts of it for some minutes, stop it and check what it left.
 
@@ -124,11 +125,12 @@ def rage(
         nodes: Emulated nodes; 0 for none.
         deadline_s: Longest recovery. Unit: seconds.
         keep: Folder that the run is kept in; None: it is removed.
-        kinds: What to kill; empty for everything that the run has.
+        strikes: What to kill, and when; None for everything that the run has, as ``seed`` decides.
 
     Raises:
         UserError: The configuration is not valid, or no run could be started with it.
     """
+    from pipelines.chaos.drivers import Driver
     from pipelines.chaos.grounds import begin_run, end_run, grounds
     from pipelines.chaos.laws import check_run
     from pipelines.chaos.storm import Storm
@@ -146,22 +148,25 @@ def rage(
         arguments = [*([source] if source else []), *(f for f in fixed if f.partition("=")[0] not in taken), *given]
         config = load(arguments).config
         directory = RunDirectory(Path(config.run.directory).absolute() / config.run.name)
-        what = list(kinds) or kinds_of(config, nodes)
+        what = kinds_of(config, nodes)
         console.print(f"killing {', '.join(what)} of {directory.path.name} for {minutes:g} min", highlight=False)
         with grounds(config, nodes, console) as place:
+            driver = Driver(config.run.name, place.address, directory.path.with_name(f"{config.run.name}.driver.log"))
             try:
                 begin_run(place, arguments, directory.path.with_name(f"{config.run.name}.log"))
                 storm = Storm(
                     run=config.run.name,
                     directory=directory.path,
                     place=place,
-                    draws=draws(seed, what),
+                    draws=draws(seed, what) if strikes is None else strikes,
                     deadline_s=deadline_s,
                     tell=lambda strike: console.print(strike.line(), markup=False, highlight=False, soft_wrap=True),
+                    driver=driver,
                 )
                 account = storm.rage(minutes)
                 account.problems += _stop(config.run.name)
             finally:
+                driver.kill()
                 end_run(config.run.name)
         account.verdict = check_run(directory)
     return account
@@ -169,7 +174,7 @@ def rage(
 
 def kinds_of(config: Config, nodes: int) -> list[str]:
     """What a run has that can be killed, in a fixed order."""
-    found = ["conductor", "learner", "queue", "reward", "rollout"]
+    found = ["conductor", "driver", "learner", "queue", "reward", "rollout"]
     if config.tracking.rollouts != "off" or config.speculation.source != "off":
         found.append("retriever")
     if config.predicts_lengths:

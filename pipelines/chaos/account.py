@@ -12,6 +12,9 @@ from rich.table import Table
 from pipelines.chaos.laws import Verdict
 
 _SHOWN = 5
+_ROLE_GOAL_S = 20.0
+_GOALS_S = {"node": 60.0, "conductor": 60.0, "driver": 60.0}
+"""Longest median recovery that a run is meant to have: without a role a step waits, without these all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +53,14 @@ class Account:
         problems: What broke, beside the laws of the verdict.
         verdict: What the run left behind.
         minutes: How long the storm lasted.
+        drivers_gave_up: Drivers that ended by themselves, because they got no answer for too long.
     """
 
     strikes: list[Strike] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     verdict: Verdict = field(default_factory=Verdict)
     minutes: float = 0.0
+    drivers_gave_up: int = 0
 
     @property
     def kills(self) -> int:
@@ -85,6 +90,7 @@ class Account:
             "problems": float(len(self.verdict.problems) + len(self.problems)),
             "unrecovered": float(sum(strike.recovery_s is None for strike in self.strikes)),
             "steps": float(self.verdict.steps),
+            "drivers_gave_up": float(self.drivers_gave_up),
             "minutes": self.minutes,
         }
         if recoveries := self.recoveries():
@@ -97,14 +103,15 @@ class Account:
 
     def show(self, console: Console) -> None:
         """Print recoveries by kind, then what the laws say."""
-        table = Table("killed", "times", "alone", "median s", "longest s", box=None, pad_edge=False)
+        table = Table("killed", "times", "alone", "median s", "meant s", "longest s", box=None, pad_edge=False)
         for column in table.columns[1:]:
             column.justify = "right"
         for kind in self._kinds():
             alone = self.recoveries(kind)
             times = sum(kind in strike.kinds for strike in self.strikes)
             middle, longest = (f"{median(alone):.1f}", f"{max(alone):.1f}") if alone else ("", "")
-            table.add_row(kind, str(times), str(len(alone)), middle, longest)
+            goal = f"{_GOALS_S.get(kind, _ROLE_GOAL_S):.0f}"
+            table.add_row(kind, str(times), str(len(alone)), middle, goal, longest)
         console.print(table)
         verdict = self.verdict
         console.print(

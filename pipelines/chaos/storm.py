@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.chaos.account import Account, Strike
+from pipelines.chaos.drivers import Driver
 from pipelines.chaos.grounds import Grounds, on_node
-from pipelines.chaos.targets import NODE, Draw, Process, kill, living
+from pipelines.chaos.targets import DRIVER, NODE, Draw, Process, kill, living
+from pipelines.monitoring import newest_step
 from pipelines.progress import load_status
 from storage.errors import UserError
-from storage.journal import JsonLines
 
 _POLL_S = 0.2
 _FIRST_STEP_S = 300.0
-_TAIL_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class Storm:
         draws: What comes next.
         deadline_s: Longest time that a recovery may take.
         tell: Called with each strike when it is over.
+        driver: Watches the run; None where nobody does.
     """
 
     run: str
@@ -38,75 +39,117 @@ class Storm:
     draws: Iterator[Draw]
     deadline_s: float
     tell: Callable[[Strike], None]
+    driver: Driver | None = None
     account: Account = field(default_factory=Account)
     _began: float = 0.0
 
     def rage(self, minutes: float) -> Account:
-        """Kill until the time is up, a recovery takes too long, or the run ends; returns what was found out.
+        """Kill until the time or the draws are used up, a recovery takes too long, or the run ends.
+
+        Returns what was found out.
 
         Raises:
-            UserError: The run made no first step.
+            UserError: The run made no first step, or its driver sees none.
         """
-        self._await_first_step()
+        self._await("has made no step", lambda: newest_step(self._metrics)[0] > 0, self.directory / "events.log")
+        if self.driver is not None:
+            driver = self.driver
+            driver.ensure()
+            self._await("shows its driver no step", lambda: driver.newest_step() > 0, driver.log)
         self._began = time.time()
         ends = self._began + 60 * minutes
         try:
             while time.time() < ends and not self.account.problems:
-                draw = next(self.draws)
+                draw = next(self.draws, None)
+                if draw is None:
+                    break
                 time.sleep(draw.pause_s)
                 if self._ended() or not self._strike(draw):
                     break
         finally:
             self.account.minutes = (time.time() - self._began) / 60
+            self.account.drivers_gave_up = 0 if self.driver is None else self.driver.gave_up
         return self.account
 
     def _strike(self, draw: Draw) -> bool:
         """Kill what was drawn and wait for the recovery; False when there was none."""
-        before = living(self.run)
+        before = self._living()
         nodes = self.place.nodes()
         at = time.time()
+        victims = [process for process in draw.choose(before) if not self._end(process)]
+        killed = {process.kind for process in victims}
         if NODE in draw.kinds:
             node = nodes[int(draw.which * len(nodes))]
-            victims = on_node(list(before.values()), node)
-            kinds: tuple[str, ...] = (NODE,)
+            victims += [process for process in on_node(list(before.values()), node) if process not in victims]
+            killed.add(NODE)
             self.place.kill_node(node)
-        else:
-            victims = [process for process in draw.choose(before) if not kill(process)]
-            kinds = tuple(process.kind for process in victims)
-            if not victims:  # it is on its way back from something else
-                return True
+        if not killed:  # it is on its way back from something else
+            return True
         recovered = self._await_recovery(victims, at)
         strike = Strike(
             at_s=at - self._began,
-            kinds=kinds,
+            kinds=tuple(kind for kind in draw.kinds if kind in killed),
             places=tuple(process.place for process in victims),
             recovery_s=None if recovered is None else recovered - at,
-            step=_newest_step(self.directory)[0],
+            step=newest_step(self._metrics)[0],
         )
         self.account.strikes.append(strike)
         self.tell(strike)
         return recovered is not None
 
+    def _living(self) -> Mapping[str, Process]:
+        """What lives of the run, and who watches it."""
+        found = living(self.run)
+        if self.driver is not None:
+            self.driver.ensure()
+            found[DRIVER] = Process(DRIVER, DRIVER, self.driver.pid, "")
+        return found
+
+    def _end(self, process: Process) -> str:
+        """Kill a process; returns why it was spared, or nothing."""
+        if process.kind != DRIVER:
+            return kill(process)
+        assert self.driver is not None  # it is one of the living
+        self.driver.kill()
+        return ""
+
     def _await_recovery(self, victims: Sequence[Process], at: float) -> float | None:
-        """Return when all victims had successors and a step was finished after their death; None past the deadline."""
+        """Return when all was well again; None past the deadline.
+
+        That is when all victims had successors, and a step was finished after their death; where a driver died, also
+        when another one had seen that step.
+        """
         back: float | None = None
+        first = 0
+        watched = self.driver is not None and any(process.kind == DRIVER for process in victims)
         while time.time() < at + self.deadline_s:
             if self._ended():
                 return None
-            if back is None and _succeeded(victims, living(self.run)):
+            if back is None and _succeeded(victims, self._living()):
                 back = time.time()
-            step, finished = _newest_step(self.directory)
+            step, finished = newest_step(self._metrics)
             if back is not None and finished > at and step:
-                return max(back, finished)
+                first = first or step
+                if not watched:
+                    return max(back, finished)
+                assert self.driver is not None
+                self.driver.ensure()
+                if self.driver.newest_step() >= first:
+                    return time.time()
             time.sleep(_POLL_S)
         return None
 
-    def _await_first_step(self) -> None:
+    def _await(self, lack: str, there: Callable[[], bool], log: Path) -> None:
+        """Wait for what a storm begins with."""
         deadline = time.time() + _FIRST_STEP_S
-        while not _newest_step(self.directory)[0]:
+        while not there():
             if self._ended() or time.time() > deadline:
-                raise UserError(f"the run has made no step in {_FIRST_STEP_S:g} s: see {self.directory / 'events.log'}")
+                raise UserError(f"the run {lack} in {_FIRST_STEP_S:g} s: see {log}")
             time.sleep(_POLL_S)
+
+    @property
+    def _metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
 
     def _ended(self) -> bool:
         status = load_status(self.directory)
@@ -119,19 +162,9 @@ class Storm:
         return True
 
 
-def _succeeded(victims: Sequence[Process], now: dict[str, Process]) -> bool:
+def _succeeded(victims: Sequence[Process], now: Mapping[str, Process]) -> bool:
     """Whether another process has taken the place of each victim."""
     return all(
         victim.place in now and (now[victim.place].pid, now[victim.place].node) != (victim.pid, victim.node)
         for victim in victims
     )
-
-
-def _newest_step(directory: Path) -> tuple[int, float]:
-    """Number of the newest finished step, and when it was finished (seconds since the epoch); zeros before any."""
-    try:
-        records = JsonLines.tail(directory / "metrics.jsonl", _TAIL_BYTES)
-    except FileNotFoundError:  # a run that begins anew
-        return 0, 0.0
-    steps = [record for record in records if "time/step_s" in record]
-    return (int(steps[-1]["step"]), float(steps[-1]["time"])) if steps else (0, 0.0)

@@ -21,6 +21,7 @@ from pipelines.active_runs import CONDUCTOR, namespace_of
 from pipelines.length_forecasts import application_of
 
 NODE = "node"
+DRIVER = "driver"
 _QUEUE = "queue"
 _PREDICTOR = "predictor"
 _KINDS = {"rollout": "rollout", "reward": "reward", "learner": "learner", "history": "retriever", CONDUCTOR: CONDUCTOR}
@@ -36,9 +37,9 @@ class Process:
 
     Attributes:
         place: Its place in the run, without the number of its incarnation.
-        kind: What it does: rollout, reward, learner, retriever, conductor, queue or predictor.
+        kind: What it does: rollout, reward, learner, retriever, conductor, queue, predictor or driver.
         pid: Its process id on its node.
-        node: Ray's id of that node.
+        node: Ray's id of that node; empty for a driver.
     """
 
     place: str
@@ -56,7 +57,7 @@ class Draw:
     pause_s: float
 
     def choose(self, living: Mapping[str, Process]) -> list[Process]:
-        """Pick a process of each kind; a kind of which none lives right now is left out."""
+        """Pick a process of each kind; a kind of which none lives right now is left out, and so are nodes."""
         chosen = []
         for kind in self.kinds:
             places = sorted(place for place, process in living.items() if process.kind == kind)
@@ -68,12 +69,12 @@ class Draw:
 def draws(seed: int, kinds: Sequence[str]) -> Iterator[Draw]:
     """Yield what comes next, for ever and the same for the same seed: each kind once in a random order, then again.
 
-    Now and then a second kind dies in the same moment.
+    Now and then a second kind dies in the same moment; any two may meet.
     """
     rng = random.Random(seed)
     while True:
         for kind in rng.sample(list(kinds), len(kinds)):
-            others = [other for other in kinds if other != kind and NODE not in (kind, other)]
+            others = [other for other in kinds if other != kind]
             second = (rng.choice(others),) if others and rng.random() < _PAIRS else ()
             yield Draw((kind, *second), rng.random(), rng.uniform(*_PAUSE_S))
 

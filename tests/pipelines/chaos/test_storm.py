@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,16 +19,19 @@ from rich.console import Console
 from pipelines import cli
 from pipelines.chaos import storm as storm_module
 from pipelines.chaos.account import Account, Strike
+from pipelines.chaos.drivers import Driver
 from pipelines.chaos.grounds import Grounds
 from pipelines.chaos.laws import Verdict
 from pipelines.chaos.storm import Storm
-from pipelines.chaos.targets import NODE, Draw, Process, draws, end_worker
+from pipelines.chaos.targets import DRIVER, NODE, Draw, Process, draws, end_worker
 from pipelines.chaos_command import rage
 from pipelines.status import RunStatus
 from storage.errors import UserError
 from storage.records import GroupKey
+from tests.conftest import ROOT
+from tests.pipelines.chaos.pairs import PAIRS
 
-KINDS = ("conductor", "learner", "queue", "reward", "rollout", NODE)
+KINDS = ("conductor", DRIVER, "learner", "predictor", "queue", "retriever", "reward", "rollout", NODE)
 
 
 def test_the_same_seed_strikes_in_the_same_order() -> None:
@@ -36,12 +40,12 @@ def test_the_same_seed_strikes_in_the_same_order() -> None:
     assert first != other
 
 
-def test_every_kind_has_its_turn_and_nodes_die_alone() -> None:
-    drawn = list(islice(draws(0, KINDS), 10 * len(KINDS)))
-    assert Counter(draw.kinds[0] for draw in drawn) == dict.fromkeys(KINDS, 10)
-    pairs = [draw.kinds for draw in drawn if len(draw.kinds) == 2]
-    assert pairs
-    assert all(NODE not in pair and len(set(pair)) == 2 for pair in pairs)
+def test_every_kind_has_its_turn_and_any_two_meet() -> None:
+    drawn = list(islice(draws(0, KINDS), 100 * len(KINDS)))
+    assert Counter(draw.kinds[0] for draw in drawn) == dict.fromkeys(KINDS, 100)
+    pairs = {frozenset(draw.kinds) for draw in drawn if len(draw.kinds) == 2}
+    assert pairs == {frozenset(pair) for pair in combinations(KINDS, 2)}
+    assert 0.1 < sum(len(draw.kinds) == 2 for draw in drawn) / len(drawn) < 0.3
 
 
 def test_one_of_several_is_chosen_and_what_is_not_there_is_left_out() -> None:
@@ -73,6 +77,7 @@ class World:
         monkeypatch.setattr(storm_module, "kill", self.kill)
         self.heals = True
         self.steps = True
+        self.grounds = Grounds("")
         self.record(1)
 
     def record(self, step: int) -> None:
@@ -88,13 +93,14 @@ class World:
             self.record(len(self.killed) + 1)
         return ""
 
-    def storm(self, *kinds: str, deadline_s: float = 0.5) -> Storm:
+    def storm(self, *kinds: str, deadline_s: float = 0.5, driver: Any = None) -> Storm:
         told: list[Strike] = []
         return Storm(
             run="run",
             directory=self.directory,
-            place=Grounds(""),
-            draws=(Draw((kind,), 0.0, 0.0) for kind in kinds),
+            place=self.grounds,
+            driver=driver,
+            draws=(Draw(tuple(kind.split("+")), 0.0, 0.0) for kind in kinds),
             deadline_s=deadline_s,
             tell=told.append,
         )
@@ -131,6 +137,94 @@ def test_a_run_that_ends_in_the_storm_has_broken(world: World) -> None:
     account = world.storm("learner").rage(1)
     assert not account.holds
     assert account.problems == ["the run has failed at step 7 in the middle of the storm: it gave up"]
+
+
+class Nodes(Grounds):
+    """Two nodes that the test plays."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__("")
+        self.world = world
+
+    def nodes(self) -> list[str]:
+        return ["n", "m"]
+
+    def kill_node(self, node: str) -> None:
+        for process in list(self.world.processes.values()):
+            if process.node == node:
+                self.world.kill(process)
+
+
+class Watcher:
+    """A driver that the test plays: it sees a step as soon as it is asked for it."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.pid, self.gave_up, self.blind = world, 1, 0, False
+        self.log = world.directory / "driver.log"
+
+    def ensure(self) -> None: ...
+
+    def kill(self) -> None:
+        self.pid += 1
+        self.world.killed.append("driver")
+        time.sleep(0.01)
+        self.world.record(len(self.world.killed) + 1)
+
+    def newest_step(self) -> int:
+        return 1 if self.blind else len(self.world.killed) + 1
+
+
+def test_a_role_and_a_node_die_in_the_same_moment(world: World) -> None:
+    world.processes["rollout"] = Process("rollout", "rollout", 1, "m")
+    world.grounds = Nodes(world)
+    account = world.storm("rollout+node").rage(1)
+    assert account.holds
+    [strike] = account.strikes
+    assert strike.kinds == ("rollout", "node")
+    assert sorted(strike.places) == ["learner", "rollout"]
+    assert account.kills == 2
+
+
+def test_a_driver_is_back_when_another_one_has_seen_a_step_more(world: World) -> None:
+    watcher = Watcher(world)
+    account = world.storm("driver", "learner+driver", driver=watcher).rage(1)
+    assert account.holds
+    assert [one.kinds for one in account.strikes] == [("driver",), ("learner", "driver")]
+    watcher.blind = True
+    assert not world.storm("driver", driver=watcher).rage(1).holds, "the run goes on, and nobody sees it"
+
+
+def test_a_driver_that_gives_up_is_replaced_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = iter(["print('step 7/9 | 1 s')", "import time; print('step 8/9', flush=True); time.sleep(60)"])
+    start = subprocess.Popen
+
+    def play(command: list[str], **options: Any) -> Any:
+        assert command[1:] == ["-m", "pipelines", "attach", "run"]
+        return start([sys.executable, "-c", next(scripts)], **options)
+
+    monkeypatch.setattr("pipelines.chaos.drivers.subprocess.Popen", play)
+    driver = Driver("run", "127.0.0.1:1", tmp_path / "driver.log")
+    driver.ensure()
+    try:
+        until(lambda: not driver.pid)
+        assert driver.newest_step() == 7
+        driver.ensure()
+        until(lambda: driver.newest_step() == 8)
+        first = driver.pid
+        driver.ensure()
+        assert driver.pid == first, "one at a time"
+        assert driver.gave_up == 1
+    finally:
+        driver.kill()
+    assert driver.pid == 0
+    assert driver.gave_up == 1, "this one was killed"
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def account(*strikes: Strike, **verdict: object) -> Account:
@@ -194,7 +288,7 @@ def test_a_short_storm_over_a_real_run_breaks_no_law(ray_session: None, random_l
         minutes=0.25,
         seed=1,
         keep=tmp_path,
-        kinds=("learner", "rollout", "reward"),
+        strikes=draws(1, ("learner", "rollout", "reward")),
     )
     assert found.holds, found.broken()
     assert found.kills >= 1
@@ -225,3 +319,22 @@ def test_a_storm_over_everything_breaks_no_law(tmp_path: Path, nodes: int) -> No
     found = json.loads(figures.read_text())
     assert found["kills"] >= 4
     assert (found["lost"], found["trained_twice"], found["problems"], found["unrecovered"]) == (0, 0, 0, 0)
+
+
+@pytest.mark.slow
+def test_two_at_once_break_no_law_whichever_they_are(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pipelines.chaos.pairs", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        env=environment,
+        check=False,
+    )
+    results = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(results[0])
+    assert found["broken"] == [], done.stdout
+    assert found["struck"] == [list(pair) for pair in PAIRS], "both were there to be killed"
