@@ -39,6 +39,7 @@ class Archiving:
         self._reading: asyncio.Task[None] | None = None
         self._recorded = 0
         self._fruitless = 0
+        self._told = ""
 
     def start(self, recorded: int) -> None:
         """Begin to hear from the history role, which knows the training steps up to ``recorded``."""
@@ -76,9 +77,9 @@ class Archiving:
                 while self._pending:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            message = f"the history role has not written {len(self._pending)} steps of rollouts after {_DEADLINE_S:g} s"
-            log.warning(message)
-            self._board.alarm(message)
+            self._say(
+                f"the history role has not written {len(self._pending)} steps of rollouts after {_DEADLINE_S:g} s"
+            )
 
     def close(self) -> None:
         """Stop listening."""
@@ -91,8 +92,9 @@ class Archiving:
         while True:
             stream = run_stream(self._roles.history, self._roles.history_queue)
             try:
-                async for (split, step), _ in pairs(stream):
+                async for (split, step, failure), _ in pairs(stream):
                     self._fruitless = 0
+                    self._say(f"answers are no longer kept for drafts: {failure}" if failure else "")
                     if split == TRAIN_SPLIT:
                         self._recorded = step
                     self._forget(self._pending.pop((split, step), None))
@@ -118,11 +120,18 @@ class Archiving:
             log.warning("the history queue died (%s)", brief(error))
 
     def _give_up(self, error: BaseException) -> None:
-        self._board.alarm(f"the history role died, rollouts are no longer archived: {brief(error)}")
+        self._say(f"the history role died, rollouts are no longer archived: {brief(error)}")
         self._roles.history = None
         for envelope in self._pending.values():
             self._forget(envelope)
         self._pending.clear()
+
+    def _say(self, message: str) -> None:
+        """Tell people, once, where nobody else would."""
+        if message and message != self._told:
+            self._told = message
+            log.warning("%s", message)
+            self._board.alarm(message)
 
     def _forget(self, envelope: RecordEnvelope | None) -> None:
         if envelope is not None:

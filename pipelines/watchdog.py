@@ -1,7 +1,8 @@
 """Finds actors that live but do nothing, and says who waits for what.
 
 A worker that has work but made no progress within its deadline is killed; the flow then sees a dead worker and issues
-its leases again. Waits past their deadline become alarms, so that no stall is silent.
+its leases again. One that does not answer for a while is named in the log before that: it may be its network. Waits
+past their deadline become alarms, so that no stall is silent.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipelines.status import StatusBoard
 log = logging.getLogger(__name__)
 
 _EVERY_S = 5.0
+_SLOW_S = 5.0
 _HEALTH_DEADLINE_S = 30.0
 _REWARD_GRACE_S = 60.0
 
@@ -35,6 +37,7 @@ class Watchdog:
         self._board = board
         self._config = config
         self._since: dict[str, float] = {}
+        self._silent: dict[str, float] = {}
 
     async def run(self) -> None:
         """Check for ever."""
@@ -80,8 +83,35 @@ class Watchdog:
 
     async def _health(self, role: Role, deadline_s: float) -> dict[str, Any]:
         """Return a role's health report; empty when it does not answer in time, which counts as no progress."""
+        asked = time.time()
+        answer = asyncio.ensure_future(_awaited(role.actor.health.remote()))
         try:
-            report: dict[str, Any] = await asyncio.wait_for(role.actor.health.remote(), deadline_s)
-        except (ray.exceptions.RayError, TimeoutError):
+            done, _ = await asyncio.wait({answer}, timeout=min(_SLOW_S, deadline_s))
+            if not done:
+                self._silence(role, asked)
+            report: dict[str, Any] = await asyncio.wait_for(answer, max(0.0, asked + deadline_s - time.time()))
+        except TimeoutError:
             return {}
+        except ray.exceptions.RayError:  # it died, which the flow has noticed
+            self._silent.pop(role.name, None)
+            return {}
+        finally:
+            answer.cancel()
+        if (since := self._silent.pop(role.name, None)) is not None:
+            log.warning("%s answers again, after %.0f s", role.name, time.time() - since)
         return report
+
+    def _silence(self, role: Role, since: float) -> None:
+        """Say once that a role does not answer; it may have been created a moment ago, or its network may be gone."""
+        if role.name not in self._silent:
+            self._silent[role.name] = since
+            log.warning(
+                "%s has not answered for %.0f s: it is still starting, its node is overloaded, or the network to it is "
+                "slow",
+                role.name,
+                time.time() - since,
+            )
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference

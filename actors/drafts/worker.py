@@ -62,6 +62,7 @@ class DraftRetrievalWorker:
         self._retriever: DraftRetriever | None = None
         self._ready = threading.Event()
         self._news = threading.Condition()
+        self._failure = ""
         self._observed = recorded or 0
         if history is None:
             self._ready.set()
@@ -77,9 +78,10 @@ class DraftRetrievalWorker:
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     def run(self, queue: Any) -> Any:
-        """Record envelopes until a :class:`StopEnvelope`; yields (split, step) after each one, then None.
+        """Record envelopes until a :class:`StopEnvelope`; yields (split, step, failure) after each one, then None.
 
-        The second yield keeps the header-then-payload rhythm of the other roles.
+        ``failure`` says why answers are not kept for drafts; it is empty while they are. The second yield keeps the
+        header-then-payload rhythm of the other roles.
         """
         reader = QueueReader(queue)
         while True:
@@ -99,7 +101,8 @@ class DraftRetrievalWorker:
                 with self._news:
                     self._observed = envelope.step
                     self._news.notify_all()
-            yield (envelope.split, envelope.step)
+            failure = self._failure if self._retriever is None else self._retriever.failure
+            yield (envelope.split, envelope.step, failure)
             yield None
         reader.close()
         if self._retriever is not None:
@@ -123,11 +126,6 @@ class DraftRetrievalWorker:
         """Return counters of indexes and store; an empty one without history."""
         return {} if self._retriever is None else self._retriever.stats()
 
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def failure(self) -> str:
-        """Return why answers are no longer kept for drafts; empty while they are."""
-        return "" if self._retriever is None else self._retriever.failure
-
     def _prepare(self, store: HistoryStore, options: SpeculationOptions, recorded: int | None) -> None:
         try:
             from actors.drafts.retriever import DraftRetriever
@@ -135,7 +133,8 @@ class DraftRetrievalWorker:
             if recorded is not None:
                 store.truncate_to(recorded)
             self._retriever = DraftRetriever(store, options)
-        except Exception:
+        except Exception as error:  # whatever it is, training does without drafts
             log.exception("history is not kept for drafts")
+            self._failure = str(error) or type(error).__name__
         finally:
             self._ready.set()
