@@ -112,11 +112,12 @@ def replay(answers: Sequence[Recorded], source: HistoryDrafts | None, cost: Pass
             room = limit[decoding] - length[decoding] - 1
             rows = RunningRows(decoding, tokens, prompt[decoding], length[decoding], room)
             drafts = source.propose(rows)
-            lengths = np.minimum(drafts.lengths, room)
-            accepted = _agreeing(drafts.tokens, lengths, tokens, decoding, length[decoding])
-            some = lengths > 0
-            if some.any():
-                source.observe(decoding[some], lengths[some], accepted[some])
+            if drafts is not None:
+                lengths = np.minimum(drafts.lengths, room)
+                accepted = _agreeing(drafts.tokens, lengths, tokens, decoding, length[decoding])
+                some = lengths > 0
+                if some.any():
+                    source.observe(decoding[some], lengths[some], accepted[some])
         before = length.copy()
         length[decoding] = np.minimum(length[decoding] + accepted + 1, end[decoding])
         length[begun] += 1

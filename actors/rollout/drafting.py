@@ -83,7 +83,12 @@ class Drafting:
             return plain
         length = table.length[rows]
         running = RunningRows(rows, table.tokens, table.prompt[rows], length, table.limit[rows] - length - 1)
-        return self._guarded(lambda: self._fitted(source.propose(running), running, table, budget), plain)
+
+        def proposal() -> Proposal:
+            drafts = source.propose(running)
+            return plain if drafts is None else self._fitted(drafts, running, table, budget)
+
+        return self._guarded(proposal, plain)
 
     def _fitted(self, drafts: Drafts, running: RunningRows, table: RowTable, budget: int) -> Proposal:
         rows = running.handles
@@ -93,7 +98,7 @@ class Drafting:
                 f"drafts for {len(rows)} rows have tokens of shape {tokens.shape} and lengths of "
                 f"{np.shape(drafts.lengths)}"
             )
-        if not tokens.shape[1]:  # a source that has nothing to say costs next to nothing
+        if not tokens.shape[1]:
             return Proposal(rows, np.zeros((len(rows), 0), np.int64), np.zeros(len(rows), np.int64))
         wanted = np.clip(drafts.lengths, 0, np.minimum(running.room, tokens.shape[1])).astype(np.int64)
         tokens = tokens[:, : int(wanted.max())].astype(np.int64)

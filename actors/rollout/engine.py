@@ -222,8 +222,8 @@ class DraftSource(Protocol):
     def close(self, handle: int) -> None:
         """Hear that a row left (finished, aborted or parked); its handle may be used again."""
 
-    def propose(self, rows: RunningRows) -> Drafts:
-        """Return a draft for each row."""
+    def propose(self, rows: RunningRows) -> Drafts | None:
+        """Return a draft for each row; ``None`` when no row has one."""
 
     def observe(self, handles: Int64Array, drafted: Int64Array, accepted: Int64Array) -> None:
         """Hear how the rows fared that had a draft in the pass just done.

@@ -176,12 +176,12 @@ class HistoryDrafts:
         if self._reuse is not None:
             self._reuse.close(handle)
 
-    def propose(self, rows: RunningRows) -> Drafts:
-        """As in the protocol."""
+    def propose(self, rows: RunningRows) -> Drafts | None:
+        """As in the protocol; what has nothing to say costs next to nothing."""
         exact = self._propose(rows)
         if self._reuse is None or not self._reuse.pending:
             return exact
-        drafts, lenient = self._reuse.merge(rows, exact)
+        drafts, lenient = self._reuse.merge(rows, exact or _no_drafts(len(rows.handles)))
         if lenient.any():
             self._lenient_pass = True
             self._source[rows.handles[lenient]] = len(SOURCES)
@@ -250,14 +250,13 @@ class HistoryDrafts:
         """Take over what :meth:`export` returned; raises ``ValueError`` when it is of another shape."""
         self.calibration.load(state)
 
-    def _propose(self, rows: RunningRows) -> Drafts:
-        count = len(rows.handles)
-        none = Drafts(np.zeros((count, 0), np.int32), np.zeros(count, np.int64))
+    def _propose(self, rows: RunningRows) -> Drafts | None:
         on, gate = self._wanted
         if gate != self._gate.mode:
             self._gate.switch(gate)
         if not on or not self._anything() or (cost := self.cost) is None or not self._gate.admit():
-            return none
+            return None
+        count = len(rows.handles)
         limits = self._rule.limits(rows)
         width = max(int(limits.max(initial=0)), 1)
         candidates = Candidates(count, width)
@@ -273,7 +272,7 @@ class HistoryDrafts:
         self._gate.expect(budget.gain, int(budget.lengths.sum()))
         longest = int(budget.lengths.max(initial=0))
         if not longest:
-            return none
+            return None
         if self._cells.shape[1] < longest:
             self._cells = np.pad(self._cells, ((0, 0), (0, longest - self._cells.shape[1])))
         tokens = np.zeros((count, longest), np.int32)
@@ -293,8 +292,9 @@ class HistoryDrafts:
         return self._reuse is not None and self._reuse.open(handle, request, binding, at, self.version)
 
     def _anything(self) -> bool:
-        sources = (self._prompt_rows, self._table_rows, self._previous_rows, self._shared_rows, self._live_rows)
-        return any(sources)
+        return bool(
+            self._prompt_rows or self._previous_rows or self._live_rows or self._shared_rows or self._table_rows
+        )
 
     def _weights(self, handles: Int64Array) -> Float64Array:
         """Rows of more than the mean priority, those that are expected to end the step, are worth up to twice."""
@@ -318,6 +318,10 @@ class HistoryDrafts:
             self._source = grown(self._source, handle + 1, -1)
             self._priority = grown(self._priority, len(self._source), 0.0)
             self._cells = np.pad(self._cells, ((0, len(self._source) - len(self._cells)), (0, 0)))
+
+
+def _no_drafts(rows: int) -> Drafts:
+    return Drafts(np.zeros((rows, 0), np.int32), np.zeros(rows, np.int64))
 
 
 @compiled

@@ -85,8 +85,9 @@ class IndexedRows:
         self._matched = np.zeros(8, np.int32)
         self._read = np.zeros(8, np.int64)
 
-    def __len__(self) -> int:
-        return sum(len(handles) for _, handles in self._sets.values())
+    def __bool__(self) -> bool:
+        """Whether it follows any row."""
+        return bool(self._sets)
 
     def open(self, handle: int, automata: AutomatonSet, which: int, start: int) -> None:
         """Let a row follow automaton ``which``, from token ``start`` of its prompt on."""
@@ -151,8 +152,9 @@ class PreviousRows:
         self._set = np.full(8, -1, np.int64)
         self._place = np.zeros((8, 6), np.int64)
 
-    def __len__(self) -> int:
-        return sum(len(handles) for _, handles in self._answers.values())
+    def __bool__(self) -> bool:
+        """Whether it follows any row."""
+        return bool(self._answers)
 
     def open(self, handle: int, answers: PreviousAnswers, index: int, prompt: int) -> None:
         """Let a row with ``prompt`` prompt tokens follow answer ``index``."""

@@ -60,9 +60,12 @@ class Table:
 
     def ask(self, *handles: int, room: int = 50) -> Drafts:
         rows = np.array(handles, np.int64)
-        return self.source.propose(
+        drafts = self.source.propose(
             RunningRows(rows, self.tokens, self.prompt[rows], self.length[rows], np.full(len(rows), room))
         )
+        if drafts is None:
+            return Drafts(np.zeros((len(rows), 0), np.int32), np.zeros(len(rows), np.int64))
+        return drafts
 
     def draft(self, handle: int, room: int = 50) -> list[int]:
         drafts = self.ask(handle, room=room)
