@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from pipelines.cache_commands import cache_app
 from pipelines.chaos_command import chaos
 from pipelines.cluster_commands import cluster_app
 from pipelines.dashboard_command import dashboard
@@ -34,11 +36,12 @@ Start with [bold]slipstream train[/bold]: it trains a built-in model on a built-
 
 app.add_typer(history_app, name="history")
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(cache_app, name="cache")
 app.command()(simulate)
 app.command()(dashboard)
 app.command()(chaos)
 
-_RUN_HELP = "Run directory, its name in runs/, or a URI; default: the run that changed last."
+_RUN_HELP = "Run directory, its name in runs/, a URI, or a place of several runs; default: the run that changed last."
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -177,6 +180,31 @@ def status(
     show_module.status(directory)
     if plot:
         show_module.plot(directory)
+    _tell_of_others(run, directory)
+
+
+@app.command("runs")
+def list_runs(
+    place: Annotated[
+        str | None, typer.Argument(help="Folder of runs, or a URI below which there are some; default: runs/.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most runs to print.")] = 20,
+) -> None:
+    """List runs, the one that changed last first: state, step, reward, held-out accuracy.
+
+    [bold]Examples[/bold]
+
+    [cyan]slipstream runs[/cyan]
+    Those in runs/, and those at work on this machine with their directory at a URI.
+
+    [cyan]slipstream runs s3://BUCKET/runs[/cyan]
+    Those at a URI.
+    """
+    from pipelines import run_list
+    from pipelines.config import RunOptions
+    from pipelines.terminal import report_console
+
+    run_list.list_runs(place, Path(RunOptions().directory), report_console(), limit=limit)
 
 
 @app.command()
@@ -341,3 +369,15 @@ def _find_run(text: str | None) -> Path:
     from pipelines.remote_views import find_readable
 
     return find_readable(text, Path(RunOptions().directory)).path
+
+
+def _tell_of_others(text: str | None, found: Path) -> None:
+    """Say how to list the other runs, where a place was named and not a run."""
+    from pipelines.config import RunOptions
+    from pipelines.remote_views import other_runs
+    from storage.run_directory import RunDirectory
+
+    others = other_runs(text, Path(RunOptions().directory), RunDirectory(found))
+    if others > 0:
+        place = "" if text is None else f" {shlex.quote(text)}"
+        typer.echo(f"{others} more run{'s' * (others > 1)} there: slipstream runs{place}")

@@ -16,7 +16,8 @@ history_app = typer.Typer(
 )
 
 Run = Annotated[
-    str | None, typer.Argument(help="Run directory, or its name in runs/; default: the run that changed last.")
+    str | None,
+    typer.Argument(help="Run directory, its name in runs/, or a URI; default: the run that changed last."),
 ]
 
 

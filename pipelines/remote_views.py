@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 from contextlib import suppress
 from pathlib import Path
 
+from pipelines.liveness import is_alive
 from pipelines.progress import load_status
 from pipelines.status import RunStatus
 from storage.checkpoints import CheckpointStore
 from storage.errors import UserError
-from storage.remote.address import is_address
+from storage.remote.address import Address, is_address
+from storage.remote.kept import entries
 from storage.remote.marker import read_marker
+from storage.remote.staging import run_names, staged_runs
 from storage.remote.view import checkpoint_steps, open_view
-from storage.run_directory import RunDirectory
+from storage.run_directory import RunDirectory, find_run, run_names_in
+
+_SUGGESTIONS = 3
 
 
 def find_readable(text: str | None, parent: Path, *parts: str) -> RunDirectory:
     """Find a run to read.
 
     Args:
-        text: Its folder, the name of one in ``parent``, or its URI; None for the run in ``parent`` that changed last.
+        text: Its folder, the name of one in ``parent``, its URI, or a folder or URI of several, which means the one of
+            them that changed last; None for the run that changed last in ``parent``, or that is at work on this machine
+            with its directory at a URI.
         parent: Folder of runs.
         parts: Prefixes of paths that are going to be read; of a remote run they are fetched, with metrics, status and
             configuration.
@@ -28,9 +36,17 @@ def find_readable(text: str | None, parent: Path, *parts: str) -> RunDirectory:
         UserError: There is no such run.
         StorageError: The store or the disk failed.
     """
-    if text is not None and is_address(text):
+    if text is None:
+        return _newest(parent)
+    if is_address(text):
         return RunDirectory(open_view(text).fetch(*parts))
-    return RunDirectory.latest(parent) if text is None else RunDirectory.open(Path(text), parent)
+    if find_run(text, parent) is None and run_names_in(Path(text)):
+        return RunDirectory.latest(Path(text))
+    try:
+        return RunDirectory.open(Path(text), parent)
+    except UserError as error:
+        near = _near(Path(text).name)
+        raise UserError(f"{error} (at a URI: {near})" if near else str(error)) from None
 
 
 def find_model_folder(target: str) -> str:
@@ -71,3 +87,49 @@ def readable_copy(directory: RunDirectory) -> Path:
     if directory.ticket is None:
         return directory.path
     return open_view(directory.address).fetch()
+
+
+def other_runs(text: str | None, parent: Path, found: RunDirectory) -> int:
+    """Return how many more runs there are where ``text`` names a place and not a run; see :func:`find_readable`."""
+    if text is None:
+        place = parent
+    elif is_address(text):
+        address = Address.parse(text, "run")
+        return 0 if str(address) == found.address else len(run_names(address)) - 1
+    else:
+        place = Path(text)
+        if found.path.absolute() == place.absolute():
+            return 0
+    return len([name for name in run_names_in(place) if (place / name).absolute() != found.path.absolute()])
+
+
+def at_work_here() -> list[Path]:
+    """Folders of the runs that are at work on this machine with their directory at a URI."""
+    found = []
+    for path in staged_runs():
+        status = load_status(path)
+        if status is not None and not status.terminal and is_alive(status):
+            found.append(path)
+    return found
+
+
+def _newest(parent: Path) -> RunDirectory:
+    try:
+        return RunDirectory.latest(parent, at_work_here())
+    except UserError as error:
+        seen = list(_seen().values())[:_SUGGESTIONS]
+        hint = f"; at URIs this machine knows {', '.join(seen)}" if seen else ""
+        raise UserError(f"{error}{hint}") from None
+
+
+def _near(name: str) -> str:
+    """URIs of the runs that this machine knows and whose names are near one, for a message."""
+    seen = _seen()
+    return " or ".join(seen[close] for close in difflib.get_close_matches(name, seen, _SUGGESTIONS, 0.6))
+
+
+def _seen() -> dict[str, str]:
+    """URIs of the runs that this machine has worked on or looked at and still has something of, by name."""
+    uris = [marker.uri for path in staged_runs() if (marker := read_marker(path)) is not None]
+    uris += [entry.uri for entry in reversed(entries()) if entry.uri]
+    return {Address.parse(uri).name: uri for uri in reversed(uris)}

@@ -6,20 +6,19 @@ Both read the run directory alone, so they work while the run goes on, after it 
 from __future__ import annotations
 
 import shlex
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.liveness import SILENT_S, is_alive
 from pipelines.monitoring import read_records
 from pipelines.plots import CURVES_FILE, draw_curves
 from pipelines.progress import duration, load_status, panel
@@ -33,7 +32,6 @@ from storage.run_directory import RunDirectory
 
 Order = Literal["data", "best", "worst"]
 
-SILENT_S = 60.0
 _RECENT = 8
 _ANSWERS = 4
 _LINES = 12
@@ -140,20 +138,6 @@ def plot(run: Path, console: Console | None = None) -> Path:
     picture = draw_curves(directory.metrics, directory.path / CURVES_FILE)
     (console or report_console()).print(Text(f"curves: {picture}"), soft_wrap=True)
     return picture
-
-
-def is_alive(current: RunStatus) -> bool | None:
-    """Say whether the process that wrote a status still runs; ``None`` if it belongs to another host.
-
-    A process that was created after the run started has merely inherited the number.
-    """
-    if current.host != socket.gethostname():
-        return None
-    try:
-        process = psutil.Process(current.pid)
-        return process.status() != psutil.STATUS_ZOMBIE and bool(process.create_time() <= current.started + 1.0)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _liveness(current: RunStatus) -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,17 +129,21 @@ class RunDirectory:
             (f"{p} is not a run: it has no {_CONFIG}" for p in places if p.exists()), f"{path} does not exist"
         )
         known = {
-            name: str(folder / name) for folder in _unique(p.parent for p in places) for name in _run_names(folder)
+            name: str(folder / name) for folder in _unique(p.parent for p in places) for name in run_names_in(folder)
         }
-        known |= {name: str(place / name) for place in places for name in _run_names(place)}
+        known |= {name: str(place / name) for place in places for name in run_names_in(place)}
         near = difflib.get_close_matches(path.name, known, n=3, cutoff=0.4) or list(known)[:3]
         hint = f"; did you mean {' or '.join(known[name] for name in near)}?" if near else "; no runs are near it"
         raise UserError(reason + hint)
 
     @classmethod
-    def latest(cls, parent: Path) -> RunDirectory:
-        """The run in ``parent`` that changed last; raises ``UserError`` if there is none."""
-        runs = [cls(parent / name) for name in _run_names(parent)]
+    def latest(cls, parent: Path, beside: Sequence[Path] = ()) -> RunDirectory:
+        """The run in ``parent``, or among the folders ``beside`` it, that changed last.
+
+        Raises:
+            UserError: There is none.
+        """
+        runs = [*(cls(parent / name) for name in run_names_in(parent)), *map(cls, beside)]
         runs = [run for run in runs if run.ledger.exists()] or runs  # evaluations have directories, too
         if not runs:
             raise UserError(f"{parent} holds no runs: start one with `slipstream train`, or name a run directory")
@@ -185,7 +189,8 @@ def find_run(name: str, parent: Path) -> Path | None:
     return next((path for path in (Path(name), parent / name) if (path / _CONFIG).is_file()), None)
 
 
-def _run_names(folder: Path) -> list[str]:
+def run_names_in(folder: Path) -> list[str]:
+    """Names of the runs directly in a folder, sorted; none where there is no such folder."""
     if not folder.is_dir():
         return []
     return sorted(child.name for child in folder.iterdir() if (child / _CONFIG).is_file())

@@ -16,9 +16,9 @@ from pathlib import Path
 import xxhash
 
 from storage.files import StorageError, describe_failure, try_lock
-from storage.models import cache_directory
 from storage.remote.address import Address, is_address
 from storage.remote.index import RemoteFile, read_index
+from storage.remote.kept import keep
 from storage.remote.mirror import retrying
 from storage.remote.objects import Objects, RemoteError
 from storage.remote.staging import fetch
@@ -97,7 +97,7 @@ def local_folder(text: str) -> Path:
     address = Address.parse(text, "model")
     run, files = _find(address)
     below = "/".join(sorted(f"{name}={file.xxh3}" for name, file in files.items()))
-    kind = cache_directory() / "fetched" / xxhash.xxh3_64_hexdigest(str(run.address).encode()) / address.name
+    kind = keep("fetched", str(run.address)) / address.name
     target = kind / xxhash.xxh3_64_hexdigest(below.encode())
     try:
         kind.mkdir(parents=True, exist_ok=True)

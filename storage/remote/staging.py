@@ -24,6 +24,7 @@ from storage.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
+_LEFT = ".left-"
 _UNREAD = ("rollouts/", "tensorboard/", "data/", "model/", "wandb/", "checkpoints/")
 """What a resumed run does not read; of the checkpoints it needs the newest."""
 
@@ -33,6 +34,12 @@ Progress = Callable[[str], None]
 def staging_directory(address: Address) -> Path:
     """Return the folder on this machine in which the run at ``address`` works."""
     return cache_directory().absolute() / "runs" / xxhash.xxh3_64_hexdigest(str(address.parent).encode()) / address.name
+
+
+def staged_runs() -> list[Path]:
+    """Return the folders of runs that work on this machine with their directory at a URI, or were left by such runs."""
+    found = (cache_directory().absolute() / "runs").glob(f"*/*/{LIVE[0]}")
+    return sorted(path.parent for path in found if _LEFT not in path.parent.name)
 
 
 def refuse_existing(objects: Objects) -> None:
@@ -163,7 +170,7 @@ def _set_aside(path: Path) -> None:
         return
     try:
         if any(path.glob(f"checkpoints/*/{CHECKPOINT_MARKER}")):
-            aside = path.with_name(f"{path.name}.left-{time.time_ns()}")
+            aside = path.with_name(f"{path.name}{_LEFT}{time.time_ns()}")
             path.rename(aside)
             logger.warning("%s was left by a run of the same name and is kept as %s", path, aside)
         else:

@@ -16,11 +16,11 @@ import xxhash
 from storage.errors import UserError
 from storage.files import atomic_write
 from storage.history.archive import RolloutArchive
-from storage.models import cache_directory
 from storage.records import TRAIN_SPLIT
 from storage.remote.address import Address
 from storage.remote.capture import LIVE
 from storage.remote.index import Index, RemoteFile, read_index
+from storage.remote.kept import keep
 from storage.remote.marker import Marker, read_marker
 from storage.remote.objects import Objects, RemoteError
 from storage.remote.staging import fetch_all, require_run, run_names
@@ -36,13 +36,11 @@ class RemoteView:
     """A run below an address, to be read while it goes on and afterwards; nothing is written there."""
 
     def __init__(self, address: Address, objects: Objects) -> None:
-        """Look at the run; use :func:`open_view`."""
+        """Look at the run; use :func:`open_view`. Raises ``StorageError``."""
         self.address = address
         self._objects = objects
         self._index = read_index(objects) or Index(run="")
-        self.path = (
-            cache_directory().absolute() / "views" / xxhash.xxh3_64_hexdigest(str(address).encode()) / address.name
-        )
+        self.path = keep("views", str(address)) / address.name
 
     def fetch(self, *prefixes: str) -> Path:
         """Have the files whose paths begin with one of the prefixes in the local folder, which is returned.

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from pipelines import show as show_module
+from pipelines.liveness import is_alive
 from pipelines.monitoring import JsonlMonitor
-from pipelines.show import is_alive, plot, show, status
+from pipelines.show import plot, show, status
 from pipelines.status import RunStatus
 from storage.checkpoints import CheckpointStore
 from storage.errors import UserError

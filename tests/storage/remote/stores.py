@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from storage.remote import kept
 from storage.remote.address import Address
 from storage.remote.objects import Objects, RemoteError
 
@@ -85,3 +86,10 @@ def move_to(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
 
 def file_address(folder: Path, name: str = "run") -> Address:
     return Address.parse(f"file://{folder.absolute()}").child(name)
+
+
+def leave() -> None:
+    """End all uses of copies of remote runs by this process, as its end would."""
+    for note in kept._held.values():
+        note.close()
+    kept._held.clear()
