@@ -184,6 +184,16 @@ BENCHES: dict[str, Bench] = {
             "published": "1 also simulates the published settings",
         },
     ),
+    "soak": Bench(
+        "pipelines.bench.soak",
+        "What grows in a run of days: memory of each role, object store, logs and stores, projected to 24 hours.",
+        {
+            "minutes": "length of the run, from its first step on",
+            "every_s": "seconds between readings",
+            "seed": "run.seed",
+            "keep": "folder to keep the run in; empty: it is removed",
+        },
+    ),
     "speculation": Bench(
         "pipelines.bench.speculation",
         "Rollout time with drafts from history over that without, in a training run with moving weights.",

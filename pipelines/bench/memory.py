@@ -17,7 +17,7 @@ _ROLES = (
     ("RewardWorker", "reward"),
     ("reward-", "reward"),
     ("actors.reward.child", "reward functions"),
-    ("HistoryWorker", "history"),
+    ("DraftRetrievalWorker", "history"),
     ("history", "history"),
     ("Conductor", "conductor"),
     ("_QueueActor", "queues"),
@@ -53,12 +53,8 @@ class MemorySample:
 
 def sample_tree(root: int) -> MemorySample:
     """Measure a process, all its descendants, and all processes of Ray sessions that they belong to (Linux)."""
-    running = [
-        ProcessInfo(p.info["pid"], p.info["ppid"], " ".join(p.info["cmdline"] or ()))
-        for p in psutil.process_iter(("pid", "ppid", "cmdline"))
-    ]
     sizes: dict[str, int] = {}
-    for process in members(root, running):
+    for process in members(root, running_processes()):
         try:
             size = psutil.Process(process.pid).memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -66,6 +62,14 @@ def sample_tree(root: int) -> MemorySample:
         role = "driver" if process.pid == root else role_of(process.command)
         sizes[role] = sizes.get(role, 0) + size
     return MemorySample(sizes)
+
+
+def running_processes() -> list[ProcessInfo]:
+    """Return all processes of this machine."""
+    return [
+        ProcessInfo(p.info["pid"], p.info["ppid"], " ".join(p.info["cmdline"] or ()))
+        for p in psutil.process_iter(("pid", "ppid", "cmdline"))
+    ]
 
 
 def members(root: int, running: Iterable[ProcessInfo]) -> Sequence[ProcessInfo]:

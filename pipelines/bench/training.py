@@ -120,8 +120,7 @@ def run_training(
                 peak.stop()
     seconds = time.perf_counter() - clock
     if status:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
-        raise UserError(f"the training run ended with status {status}; its last words:\n{tail}")
+        raise UserError(f"the training run ended with status {status}; its last words:\n{last_words(log)}")
     return TrainingRun(
         directory=directory,
         began=began,
@@ -129,6 +128,11 @@ def run_training(
         records=read_records(directory / "metrics.jsonl"),
         peak=peak.largest if peak is not None else None,
     )
+
+
+def last_words(log: Path) -> str:
+    """Return the last lines of what a run has printed."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 class _Peak:
