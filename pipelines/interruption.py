@@ -1,10 +1,13 @@
-"""Waiting that ends when the run is asked to stop."""
+"""Waiting that ends when the run is asked to stop, and waiting for what does not matter any more."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -26,3 +29,11 @@ async def unless_stopped(awaitable: Awaitable[T], stop: asyncio.Event) -> T:
         stopped.cancel()
         if not wanted.done():
             wanted.cancel()
+
+
+async def quietly(awaitable: Awaitable[Any]) -> None:
+    """Await something whose failure changes nothing any more."""
+    try:
+        await awaitable
+    except Exception as error:
+        log.debug("while closing: %s", error)

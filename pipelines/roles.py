@@ -68,6 +68,11 @@ class Roles:
     home: str = ""
     _history_places: tuple[str | None, str | None] = (None, None)
 
+    @property
+    def published_version(self) -> int:
+        """Version of that snapshot; 0 before there is one."""
+        return self.published.manifest.version if self.published else 0
+
     def start(
         self,
         *,
@@ -100,8 +105,7 @@ class Roles:
 
     def replace_rollout(self, index: int) -> Role:
         """Create a successor of a dead rollout worker; the caller gives it the published weights."""
-        version = self.published.manifest.version if self.published else 0
-        self.rollout[index] = self._rollout(index, self.rollout[index].incarnation + 1, version)
+        self.rollout[index] = self._rollout(index, self.rollout[index].incarnation + 1, self.published_version)
         return self.rollout[index]
 
     def replace_reward(self, index: int) -> Role:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from actors.bundles import LearnerHeader, RateEnvelope, StepEnvelope, StopEnvelope
+from actors.bundles import RateEnvelope, StopEnvelope
 from pipelines.active_runs import wait_for_orphans
 from pipelines.archiving import Archiving
 from pipelines.checkpointing import Checkpointing
@@ -17,10 +17,10 @@ from pipelines.cluster import shortage
 from pipelines.config import Config
 from pipelines.controls import Controls, RecentMetrics
 from pipelines.drafting import DraftRequests
-from pipelines.evaluation import evaluate
 from pipelines.flow import SampleFlow, pairs, run_stream
-from pipelines.generation import change_rules, make_runner, weight_swap
-from pipelines.interruption import Interrupted, unless_stopped
+from pipelines.generation import change_rules, make_runner
+from pipelines.held_out_evaluation import HeldOutEvaluation
+from pipelines.interruption import Interrupted, quietly
 from pipelines.knobs import LAUNCHING
 from pipelines.learner_events import LearnerEvents
 from pipelines.length_forecasts import start_predictor, stop_predictor
@@ -30,20 +30,19 @@ from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.restarts import Restarts, cut_back
 from pipelines.roles import Published, Roles, home_node
-from pipelines.round_books import RoundResult
 from pipelines.rounds import RoundRunner
-from pipelines.run_data import SAMPLED_SUFFIX, RunData
-from pipelines.status import State, StatusBoard
-from pipelines.step_metrics import StepClock, is_correct
+from pipelines.run_data import RunData
+from pipelines.status import StatusBoard
 from pipelines.step_reporting import StepReporter
 from pipelines.streaming import StreamRunner
+from pipelines.training_step import TrainingStep
+from pipelines.waits import Waits
 from pipelines.watchdog import Watchdog
 from storage.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from storage.errors import UserError
 from storage.files import StorageError
 from storage.ledger import Ledger
 from storage.prompt_source import PromptSource
-from storage.records import TRAIN_SPLIT
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -138,6 +137,7 @@ class Session:
             previous=previous,
         )
         self._metrics = RunMetrics(directory.path.name)
+        self._waits = Waits(self.board, self._metrics, stop)
         self._roles = Roles(config, data, namespace, home=home_node() if mirroring is not None else "")
         self._drafts = DraftRequests(self._roles)
         self._drafts.on = self.controls.drafting
@@ -145,14 +145,21 @@ class Session:
         self._runner: RoundRunner | None = None
         self._watchdog = Watchdog(self._roles, self._flow, self.board, config)
         self._learner: LearnerEvents | None = None
+        self._steps: TrainingStep | None = None
         self._archiving = Archiving(self._roles, self._flow, self.board)
         self._background: set[asyncio.Task[None]] = set()
-        self._step_began = 0.0
         store = CheckpointStore(self._directory.checkpoints, config.checkpoint.keep_last)
         self._checkpoints = Checkpointing(directory, store, self._roles, self._archiving, self._ledger, self._monitors)
         self._reporter = StepReporter(self._flow, self._roles, self._ledger, self._monitors, self.board, self._metrics)
+        self._evaluation = HeldOutEvaluation(
+            roles=self._roles,
+            flow=self._flow,
+            archiving=self._archiving,
+            monitors=self._monitors,
+            reporter=self._reporter,
+            waits=self._waits,
+        )
         self._safe_point: dict[str, Any] | None = None
-        self._evaluated: tuple[int, dict[str, float]] | None = None
 
     async def start(self) -> None:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
@@ -187,8 +194,22 @@ class Session:
             header, ref = await self._started("learner", self._learner.next())
             self._roles.published = Published(header.manifest, ref)
             await self._started("rollout workers", self._flow.fleet.publish())
+            self._steps = TrainingStep(
+                roles=self._roles,
+                flow=self._flow,
+                drafts=self._drafts,
+                rounds=self._runner,
+                source=self._source,
+                ledger=self._ledger,
+                learner=self._learner,
+                archiving=self._archiving,
+                mirroring=self._mirroring,
+                restarts=self._restarts,
+                reporter=self._reporter,
+                waits=self._waits,
+            )
         if isinstance(self._runner, StreamRunner):
-            self._runner.start(self._published_version)
+            self._runner.start(self._roles.published_version)
         await self._started("all roles", self._roles.answer())
         self._spawn(self._watchdog.run())
 
@@ -201,7 +222,7 @@ class Session:
         """Await the start of some roles; raises ``UserError`` at the deadline and says what the cluster lacks."""
         deadline = self._config.cluster.start_deadline_s
         try:
-            return await self._wait("start", f"{who}: loading", asyncio.wait_for(awaitable, deadline), deadline)
+            return await self._waits.wait("start", f"{who}: loading", asyncio.wait_for(awaitable, deadline), deadline)
         except TimeoutError:
             reason = shortage(self._config) or "the model is large, the disk slow, or other jobs hold the cluster"
             raise UserError(
@@ -215,20 +236,24 @@ class Session:
         Whatever ends it while answers are written and scored, the learner still stands where the step began, and that
         is saved: a failure in a reward function costs no trained step.
         """
-        config = self._config
+        config, steps = self._config, self._steps
+        assert steps is not None  # a run that trains has them from the start
         self._safe_point = await self._state()
         try:
             if config.evaluation.before and "before" not in self.evaluations:
                 self.evaluations["before"] = await self._evaluate()
             if self._resume is not None and self._resume.meta.get("evaluation_due"):
                 await self._evaluate()
-            self._step_began = time.perf_counter()
+            self._reporter.began = time.perf_counter()
             if isinstance(self._runner, StreamRunner):
                 self._runner.open()
             while self.step < self._data.total_steps and not self._rounds.exhausted:
-                self._step_began += await self.controls.serve(self)
+                self._reporter.began += await self.controls.serve(self)
                 self._safe_point = await self._state()
-                await self._one_step()
+                result = await steps.generate(self.step)
+                self._safe_point = None
+                await steps.learn(self.step, result)
+                self.step += 1
                 every, save_every = self._config.evaluation.every, self._config.checkpoint.every
                 last = self.step >= self._data.total_steps or self._rounds.exhausted
                 due = bool(every) and self.step % every == 0 and not (last and config.evaluation.after)
@@ -248,7 +273,7 @@ class Session:
             return "stopped"
         except Exception as error:
             if self._safe_point is not None and not isinstance(error, CheckpointError):
-                await _quietly(self._save(self._safe_point))
+                await quietly(self._save(self._safe_point))
             raise
 
     @property
@@ -280,8 +305,8 @@ class Session:
 
     async def rest(self, news: asyncio.Event) -> None:
         """Wait until a driver wants something; raises ``Interrupted`` when the run is asked to stop."""
-        self._enter("paused")
-        await self._wait("resume", "a driver that lets the run go on", news.wait(), 0.0)
+        self._waits.enter("paused")
+        await self._waits.wait("resume", "a driver that lets the run go on", news.wait(), 0.0)
 
     async def evaluate_only(self) -> Literal["finished", "stopped"]:
         """Evaluate the model once."""
@@ -312,210 +337,62 @@ class Session:
         if self._learner is not None:
             self._learner.close()
         if self._runner is not None:
-            await _quietly(self._runner.close())
-            await _quietly(stop_predictor(self._runner.forecasts, self._directory.path.name))
+            await quietly(self._runner.close())
+            await quietly(stop_predictor(self._runner.forecasts, self._directory.path.name))
         await self._archiving.drain()
         self._archiving.close()
         for task in self._background:
             task.cancel()
         for queue in (self._roles.learner_queue, self._roles.history_queue):
             if queue is not None:
-                await _quietly(queue.put_async(StopEnvelope(), timeout=5))
+                await quietly(queue.put_async(StopEnvelope(), timeout=5))
         for role in self._roles.reward:
-            await _quietly(asyncio.wait_for(role.actor.close.remote(), 10))
+            await quietly(asyncio.wait_for(role.actor.close.remote(), 10))
         self._roles.shutdown()
         # A session that follows in this process gives its actors the same names.
-        await _quietly(asyncio.to_thread(wait_for_orphans, self._directory.path.name))
+        await quietly(asyncio.to_thread(wait_for_orphans, self._directory.path.name))
         for file in (self._monitors, self._ledger):
             try:
                 file.close()
             except UserError as error:  # a full disk; what counts was synced before the last checkpoint
                 log.warning("while closing: %s", error)
 
-    async def _one_step(self) -> None:
-        self._enter("generating")
-        self.board.start_step()
-        self._reporter.begin()
-        version = self._published_version
-        self.board.wait("generate", "rollout workers")  # the watchdog looks after each of them
-        try:
-            result = await self._rounds.train(self.step, version)
-        except (Interrupted, UserError):
-            await self._flow.abort()
-            raise
-        finally:
-            self.board.arrived("generate")
-        self._safe_point = None
-        upcoming = self._source.upcoming(self._config.rollout.prompts_per_step)
-        self._drafts.prefetch(upcoming, {key.prompt for key in result.keys})
-        header, ref = await self._learn(result)
-        published_at = time.perf_counter()
-        pause = 0.0
-        if header.manifest is not None:
-            self._enter("publishing")
-            self._roles.published = Published(header.manifest, ref)
-            pause = await self._publish()
-        published = time.perf_counter()
-        self._ledger.train(result.keys, self.step, version)
-        self._ledger.close_epochs(TRAIN_SPLIT, self._rounds.open_epoch - 1)
-        self._ledger.sync()
-        self.step += 1
-        await self._archiving.add(TRAIN_SPLIT, self.step, result.keys, result.headers, header.advantages)
-        self._drafts.recorded = self.step
-        ended = time.perf_counter()
-        loads = self._reporter.engine_loads()
-        clock = StepClock(
-            step=ended - self._step_began,
-            generate=max((load.busy_s for load in loads.values()), default=0.0),
-            learn=header.metrics.get("seconds_total", 0.0),
-            publish=published - published_at,
-            pause=pause,
-        )
-        self._step_began = ended
-        await self._reporter.report(
-            self.step,
-            result,
-            clock,
-            loads,
-            header,
-            rounds=self._rounds,
-            config=self._config,
-            version=version,
-            epoch=self._source.progress,
-            extra=self._restarts.metrics() | (self._mirroring.metrics() if self._mirroring is not None else {}),
-        )
-        if self._config.run.debug:
-            self._ledger.check()
-        if self._mirroring is not None:
-            self._mirroring.stepped(self.step)
-
-    async def _publish(self) -> float:
-        """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
-        if isinstance(self._runner, StreamRunner):
-            self._flow.fleet.announce(weight_swap(self._config))
-            await self._runner.advance(self._published_version)
-            return self._flow.fleet.last_pause_s
-        # A step leaves nothing to be handed over; only a snapshot that lags has rows to write after this.
-        swap = weight_swap(self._config) if self._config.asynchrony.partial == "split" else None
-        acknowledged = await self._wait("publish", "rollout workers", self._flow.fleet.publish(swap), 0.0, safe=False)
-        return max((a.get("pause_s", 0.0) for a in acknowledged), default=0.0)
-
-    async def _learn(self, result: RoundResult) -> tuple[LearnerHeader, Any]:
-        self._enter("training")
-        queue = self._roles.learner_queue
-        groups = tuple(self._flow.group(key, [h.index for h in result.headers[key]]) for key in result.keys)
-        envelope = StepEnvelope(step=self.step, groups=groups)
-        deadline = self._config.learner.deadline_s
-        # From here to the next step nothing may be interrupted: learner, ledger and version move together.
-        await self._wait("learner queue", "learner", queue.put_async(envelope), deadline, safe=False)
-        header, ref = await self._wait(
-            "learn", f"learner: step {self.step + 1}", self._answers.next(), deadline, safe=False
-        )
-        return header, ref
-
-    async def _evaluate(self) -> dict[str, float]:
-        if not self._data.evaluation:
-            return {}
-        if self._evaluated is not None and self._evaluated[0] == self.step:
-            return self._evaluated[1]  # same weights, same keys
-        self._enter("evaluating")
-        began = time.perf_counter()
-        self.board.wait("evaluate", "rollout and reward workers")
-        try:
-            found = await self._rounds.evaluate(self.step)
-        except (Interrupted, UserError):
-            await self._flow.abort()
-            raise
-        finally:
-            self.board.arrived("evaluate")
-        correct_at = self._config.evaluation.correct_at
-        metrics: dict[str, float] = {}
-        for name in self._data.evaluation:
-            outcome = evaluate(
-                found[name],
-                found.get(name + SAMPLED_SUFFIX, {}),
-                lambda header: is_correct(header, correct_at),
-                k=self._config.evaluation.samples,
-            )
-            metrics |= outcome.metrics(f"eval/{name}")
-        seconds = time.perf_counter() - began
-        metrics["time/evaluate_s"] = seconds
-        self._monitors.log(self.step, metrics)
-        self.board.finish_evaluation(self.step, metrics, seconds)
-        for split, groups in found.items():
-            size = self._config.evaluation.samples if split.endswith(SAMPLED_SUFFIX) else 1
-            complete = {key: headers for key, headers in groups.items() if len(headers) == size}
-            self._flow.forget([key for key in groups if key not in complete])
-            await self._archiving.add(split, self.step, tuple(complete), complete, {})
-        self._step_began += time.perf_counter() - began
-        self._reporter.skip()
-        self._evaluated = (self.step, metrics)
-        return metrics
-
-    @property
-    def _answers(self) -> LearnerEvents:
-        assert self._learner is not None  # a run that trains has one from the start
-        return self._learner
-
-    @property
-    def _published_version(self) -> int:
-        return self._roles.published.manifest.version if self._roles.published else 0
+    async def _evaluate(self) -> Mapping[str, float]:
+        return await self._evaluation.run(self._rounds, self.step)
 
     async def _state(self) -> dict[str, Any]:
         """Where the run stands between two steps: what a checkpoint must say."""
         async with self._rounds.quiet():
-            return self._state_now()
-
-    def _state_now(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "version": self._published_version,
-            "source": self._source.state(),
-            "ledger_offset": self._ledger.offset(),
-            "metrics_offset": self._monitors.offset(),
-            "evaluations": dict(self.evaluations),
-            "rounds": self._rounds.state(),
-        }
+            return {
+                "step": self.step,
+                "version": self._roles.published_version,
+                "source": self._source.state(),
+                "ledger_offset": self._ledger.offset(),
+                "metrics_offset": self._monitors.offset(),
+                "evaluations": dict(self.evaluations),
+                "rounds": self._rounds.state(),
+            }
 
     async def _save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint, unless there is one; raises :class:`CheckpointError` and leaves earlier ones alone."""
         state = {**state, "knobs": self.controls.saved()}
         if self._checkpoints.has(state):
             return
-        self._enter("checkpointing")
-        began, deadline = time.perf_counter(), self._config.learner.deadline_s
+        self._waits.enter("checkpointing")
+        began, deadline, learner = time.perf_counter(), self._config.learner.deadline_s, self._learner
+        assert learner is not None  # a run that trains has one from the start
         await self._checkpoints.write(
             state,
-            lambda: self._wait("checkpoint", "learner", self._answers.next(), deadline, safe=False),
+            lambda: self._waits.wait("checkpoint", "learner", learner.next(), deadline, safe=False),
             self._rounds.forecasts,
         )
         if self._mirroring is not None:
             await self._mirroring.saved(state["step"])
         seconds = time.perf_counter() - began
-        self._step_began += seconds
+        self._reporter.began += seconds
         self._metrics.seconds("checkpoint", seconds)
         log.info("checkpoint of step %d written in %.2f s", state["step"], seconds)
-
-    async def _wait(self, label: str, who: str, awaitable: Awaitable[T], deadline_s: float, *, safe: bool = True) -> T:
-        """Await with a label that people can see; where it is ``safe``, a stop raises :class:`Interrupted` at once."""
-        self.board.wait(label, who, deadline_s)
-        try:
-            return await (unless_stopped(awaitable, self._stop) if safe else awaitable)
-        finally:
-            self.board.arrived(label)
-
-    def _enter(self, state: State) -> None:
-        self.board.enter(state)
-        self._metrics.phase(state)
 
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(coroutine)
         self._background.add(task)
-
-
-async def _quietly(awaitable: Awaitable[Any]) -> None:
-    """Await something whose failure changes nothing any more."""
-    try:
-        await awaitable
-    except Exception as error:
-        log.debug("while closing: %s", error)

@@ -29,6 +29,8 @@ class StepReporter:
     Attributes:
         flow, roles, ledger: What is measured.
         monitors, board, gauges: Who is told.
+        began: When the step began that runs now, on the clock ``time.perf_counter``; whoever does something that is no
+            part of a step moves it on.
     """
 
     flow: SampleFlow
@@ -37,6 +39,7 @@ class StepReporter:
     monitors: MonitorGroup
     board: StatusBoard
     gauges: RunMetrics
+    began: float = 0.0
     _loads: dict[str, EngineLoad] = field(default_factory=dict)
     _drafts: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
