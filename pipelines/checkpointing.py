@@ -87,7 +87,8 @@ class Checkpointing:
             self._ledger.sync()
             self._monitors.sync()
             writer.commit(state)
-        oldest = self._store.checkpoints()[0].meta["ledger_offset"]
+        # Not before the one that the run began with: the journal of a long run would never end.
+        oldest = self._store.checkpoints()[-self._store.keep_last :][0].meta["ledger_offset"]
         if oldest - self._compacted > _COMPACT_BYTES:
             self._ledger.compact(oldest)
             self._compacted = oldest

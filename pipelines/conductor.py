@@ -334,8 +334,8 @@ class Conductor:
         if not restarts.allow(step, reached):
             raise RunLost(f"{brief(death)}; it is not started again: {restarts.refusal()}") from death
         where = "from the beginning, as there is no checkpoint yet" if point is None else f"from step {step}"
-        again = f", and trains {reached - step} finished steps once more" if reached > step else ""
-        message = f"{brief(death)}; the run went on {where}{again}"
+        lost = f", finished steps lost: {reached - step}" if reached > step else ""
+        message = f"{brief(death)}; the run went on {where}{lost}"
         log.warning("%s (death %d since that checkpoint)", message, restarts.fruitless, exc_info=death)
         self._alarms.append(message)
         if self._session is not None:

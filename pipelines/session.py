@@ -148,7 +148,8 @@ class Session:
         self._steps: TrainingStep | None = None
         self._archiving = Archiving(self._roles, self._flow, self.board)
         self._background: set[asyncio.Task[None]] = set()
-        store = CheckpointStore(self._directory.checkpoints, config.checkpoint.keep_last)
+        began_with = resume.step if resume is not None else None
+        store = CheckpointStore(self._directory.checkpoints, config.checkpoint.keep_last, began_with)
         self._checkpoints = Checkpointing(directory, store, self._roles, self._archiving, self._ledger, self._monitors)
         self._reporter = StepReporter(self._flow, self._roles, self._ledger, self._monitors, self.board, self._metrics)
         self._evaluation = HeldOutEvaluation(

@@ -106,12 +106,14 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run. One process writes; others may read at the same time."""
 
-    def __init__(self, directory: Path, keep_last: int = 2) -> None:
+    def __init__(self, directory: Path, keep_last: int = 2, in_use: int | None = None) -> None:
         """Open the store and clear away what a killed writer left; the folder need not exist yet.
 
         Args:
             directory: ``RUN/checkpoints``.
             keep_last: Complete checkpoints kept, at least 1.
+            in_use: Step of one that is kept beside them: of the checkpoint that the run began with, from which whatever
+                is replaced later loads its model.
 
         Raises:
             CheckpointError: The folder cannot be listed.
@@ -120,6 +122,7 @@ class CheckpointStore:
             raise ValueError("keep_last must be at least 1")
         self.directory = directory
         self.keep_last = keep_last
+        self._in_use = in_use
         try:
             self._folders()
         except OSError as error:
@@ -217,7 +220,9 @@ class CheckpointStore:
         complete = [checkpoint.path for checkpoint in self.checkpoints()]
         kept = {committed, *complete[-self.keep_last :]}
         for path in self._folders():
-            if path not in kept and (path in complete or _step_of(path) < _step_of(committed)):
+            if path in kept or _step_of(path) == self._in_use:
+                continue
+            if path in complete or _step_of(path) < _step_of(committed):
                 self._discard(path)
 
 

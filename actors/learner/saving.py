@@ -183,10 +183,14 @@ def write_model(model: Any, state: Mapping[str, Tensor], source: Path, directory
         directory: Where to.
 
     Raises:
-        StorageError: The disk refuses it.
+        StorageError: The disk refuses it, or the base model has been removed.
     """
     with _disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
+        if not source.is_dir():
+            raise StorageError(
+                f"{source} is gone, and with it the tokenizer that belongs to each checkpoint: put the folder back"
+            )
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         require_free_space(directory, size, "the model")
         model.save_pretrained(directory, state_dict=dict(state))

@@ -71,6 +71,16 @@ def test_only_the_newest_are_kept(tmp_path):
     assert [c.step for c in store.checkpoints()] == [15, 1_000_000]
 
 
+def test_one_that_is_in_use_is_kept_beside_the_newest_and_goes_when_nobody_uses_it(tmp_path):
+    save(CheckpointStore(tmp_path), 5)
+    store = CheckpointStore(tmp_path, keep_last=2, in_use=5)
+    for step in (10, 15, 20):
+        save(store, step)
+    assert visible(tmp_path) == ["step_000005", "step_000015", "step_000020"]
+    save(CheckpointStore(tmp_path, keep_last=2), 25)
+    assert visible(tmp_path) == ["step_000020", "step_000025"]
+
+
 def test_nothing_is_pruned_before_the_next_one_is_committed(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=1)
     save(store, 5)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -209,3 +210,11 @@ def test_published_buffer_is_a_snapshot(model_path, batches):
     before = first.buffer.copy()
     next(events)
     assert (first.buffer == before).all()
+
+
+def test_a_model_whose_tokenizer_has_gone_is_not_saved_without_it(model_path, tmp_path):
+    base = shutil.copytree(model_path, tmp_path / "base")
+    learner = make_learner(base)
+    shutil.rmtree(base)
+    with pytest.raises(StorageError, match="base is gone, and with it the tokenizer"):
+        learner.save_model(tmp_path / "model")
