@@ -17,6 +17,9 @@ _INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _REWARD, _LENGTH, _SPEED = "#6d4aff", "#0b7285", "#b45309"
 _SETS = ("#15803d", "#c2255c", "#1864ab", "#5c940d", "#862e9c", "#a61e4d")
 
+_PLACES = {"left": 0.05, "right": 0.985, "top": 0.89, "bottom": 0.075, "hspace": 0.2, "wspace": 0.13}
+"""Fixed, because finding margins that fit takes as long as drawing."""
+
 Points = tuple[list[float], list[float]]
 
 
@@ -36,8 +39,8 @@ def draw_curves(metrics_file: Path, picture: Path, *, title: str = "") -> Path:
         raise UserError(f"{metrics_file}: nothing to draw yet: the run has finished no step and no evaluation")
     from matplotlib.figure import Figure  # a figure of its own draws with Agg, whatever backend pyplot would take
 
-    figure = Figure(figsize=(10, 6.4), dpi=110, facecolor="white", layout="constrained")
-    (reward, accuracy), (length, speed) = figure.subplots(2, 2, sharex=True)
+    figure = Figure(figsize=(10, 6.4), dpi=110, facecolor="white")
+    (reward, accuracy), (length, speed) = figure.subplots(2, 2, sharex=True, gridspec_kw=_PLACES)
     figure.suptitle(title or metrics_file.absolute().parent.name, x=0.01, ha="left", color=_INK, weight="bold")
     _draw_reward(reward, records)
     _draw_accuracy(accuracy, records)

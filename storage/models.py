@@ -18,6 +18,7 @@ from typing import Any
 
 from storage.errors import UserError
 from storage.files import StorageError, describe_failure, fsync_directory, try_lock
+from storage.light_imports import import_losses
 from storage.options import ModelOptions
 
 Progress = Callable[[str], None]
@@ -138,6 +139,7 @@ def load_policy(path: str | Path, dtype: str = "float32", device: str = "cpu", a
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # roles have no terminal
+    import_losses()
     code = _has_code(Path(path))
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "transformers")
 
 
-def loaded_by(modules: list[str]) -> dict[str, list[str]]:
+def loaded_by(modules: list[str], heavy: tuple[str, ...] = HEAVY) -> dict[str, list[str]]:
     """Import modules in a fresh interpreter; return the heavy packages that were there after each."""
     script = (
         "import importlib, json, sys\n"
@@ -26,7 +27,7 @@ def loaded_by(modules: list[str]) -> dict[str, list[str]]:
         "print(json.dumps(seen))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps([modules, HEAVY])],
+        [sys.executable, "-c", script, json.dumps([modules, heavy])],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -62,3 +63,37 @@ def test_configuration_and_command_line_load_neither_torch_nor_ray() -> None:
 
 def test_the_probe_sees_a_heavy_import() -> None:
     assert loaded_by(["transformers"])["transformers"] != []
+
+
+def test_a_model_is_loaded_without_scipy(random_llama: Path) -> None:
+    script = (
+        "import sys\n"
+        "from storage.models import load_policy\n"
+        "load_policy(sys.argv[1])\n"
+        "from transformers.utils import is_scipy_available\n"
+        "print('scipy' in sys.modules, is_scipy_available())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(random_llama)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split()[0] == "False"
+    assert done.stdout.split()[1] == str(importlib.util.find_spec("scipy") is not None), "others may use it as before"
+
+
+def test_the_conductor_loads_nothing_that_only_its_roles_need() -> None:
+    heavy = ("torch", "transformers", "numba", "scipy", "pandas", "matplotlib", "ray.serve")
+    assert loaded_by(["pipelines.conductor", "pipelines.launch"], heavy) == {
+        "pipelines.conductor": [],
+        "pipelines.launch": [],
+    }
+
+
+@pytest.mark.parametrize("role", ["actors.reward.worker", "actors.drafts.worker", "actors.learner.worker"])
+def test_the_module_of_a_role_loads_torch_in_the_role_alone(role: str) -> None:
+    assert loaded_by([role], ("torch", "transformers", "numba")) == {role: []}
