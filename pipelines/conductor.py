@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -43,6 +44,7 @@ CONCURRENCY_GROUPS = {"work": 1, "control": 16, "requests": 64}
 """``requests`` wait for a step's end or for an answer: they must not keep others from a look or a stop."""
 
 _STATUS_EVERY_S = 2.0
+_LOG_BYTES = 16 << 20
 _LINGER_S = 10.0
 """Time that the conductor of a detached run answers after its end, for those who watch."""
 _LOCK_PATIENCE_S = 30.0
@@ -437,8 +439,8 @@ class Conductor:
 
 
 def _log_to(path: Path) -> None:
-    """Send this process's log to the run directory, where it survives Ray's session folder."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    """Send this process's log to the run directory, where it survives Ray's session folder; at most two files of it."""
+    handler = RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
