@@ -91,13 +91,15 @@ class Roles:
             archive: Folder of the Parquet archive, or None to keep no rollouts.
             history: Folder of the history store that drafts come from, or None to keep none.
         """
+        # Those that load a model begin first: Ray starts a few processes at a time.
+        if with_learner:
+            self.learner = self._learner(learner_directory)
+        self.rollout = [self._rollout(i, 0, version) for i in range(self.config.rollout.workers)]
         size = self.config.cluster.queue_groups
         self.reward_queue = self._queue("reward-queue", size)
-        self.rollout = [self._rollout(i, 0, version) for i in range(self.config.rollout.workers)]
         self.reward = [self._reward(i, 0) for i in range(self.config.reward.workers)]
         if with_learner:
             self.learner_queue = self._queue("learner-queue", size)
-            self.learner = self._learner(learner_directory)
         if archive is not None or history is not None:
             self._history_places = (archive, history)
             self.history_queue = self._queue("history-queue", _HISTORY_QUEUE)

@@ -11,13 +11,12 @@ import ray
 from actors.bundles import RecordEnvelope, StopEnvelope
 from actors.channels import QueueReader, fetch_groups
 from actors.drafts.options import SpeculationOptions
-from storage.history.archive import RolloutArchive
-from storage.history.store import HistoryStore
 from storage.records import TRAIN_SPLIT, Int32Array, SamplingParams
 
 if TYPE_CHECKING:
     from actors.drafts.pack import DraftPack
     from actors.drafts.retriever import DraftRetriever
+    from storage.history.store import HistoryStore
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +56,9 @@ class DraftRetrievalWorker:
         Raises:
             HistoryError: The store belongs to another tokenizer or schema version, or its manifest is damaged.
         """
+        from storage.history.archive import RolloutArchive  # pyarrow, which the conductor does not need
+        from storage.history.store import HistoryStore
+
         self._archive = None if archive is None else RolloutArchive(archive, tokenizer_fingerprint)
         self._sampling = sampling
         self._retriever: DraftRetriever | None = None
