@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -17,6 +17,7 @@ from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.length_predictor.options import LengthPredictorOptions
 from actors.reward.options import RewardOptions
 from actors.rollout.options import RolloutOptions
+from pipelines.colocation import colocation_conflicts, colocation_doubts
 from pipelines.scheduling.options import ScheduleOptions
 from storage.options import (
     CheckpointOptions,
@@ -78,6 +79,12 @@ class ClusterOptions(BaseModel):
         description="Ray node labels that the host of conductor, queues and history must have, for instance of the head: "
         "a run ends with that node. Same forms as rollout.labels.",
     )
+    placement: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="disaggregated: rollout engines and learner have hardware of their own; colocated: they share it and "
+        "take turns, engines give back the memory of their weights and key/value state while the learner steps. Saves "
+        "memory and costs a reload of the weights in each step. On GPUs set rollout.num_gpus=0.6 and learner.num_gpus=0.4.",
+    )
     wait_for_nodes: bool = Field(
         False,
         description="Where the nodes that are up cannot hold the run, wait up to start_deadline_s for an autoscaler to add "
@@ -126,6 +133,11 @@ class Config(BaseModel):
         schedule = self.schedule
         sorts = schedule.batching != "all" and schedule.long_rule != "off"
         return sorts or schedule.dispatch == "skew_aware"
+
+    @property
+    def colocated(self) -> bool:
+        """True when rollout engines and learner share hardware and take turns."""
+        return self.cluster.placement == "colocated"
 
     @property
     def sequence_tokens(self) -> int:
@@ -188,7 +200,8 @@ def _conflicts(config: Config) -> list[str]:
         reward_timeout_s=config.reward.timeout_s,
         lag=config.asynchrony.lag,
     )
-    problems += config.learner.conflicts()
+    problems += config.learner.conflicts(beside_engines=config.colocated)
+    problems += colocation_conflicts(config)
     parallel = config.schedule.pools.long.tensor_parallel
     if parallel > 1 and rollout.engine == "torch":
         problems.append(
@@ -250,6 +263,7 @@ def _doubts(config: Config) -> list[str]:
     )
     doubts += config.asynchrony.doubts()
     doubts += learner.doubts(answers=config.samples_per_step // learner.minibatches)
+    doubts += colocation_doubts(config)
     for role, section in (("rollout", rollout), ("learner", learner)):
         gpus = f"{role}.num_gpus={section.num_gpus:g}"
         if section.num_gpus > 0 and section.device == "cpu":

@@ -65,6 +65,8 @@ def size_lines(config: Config, preflight: Preflight, directory: str) -> Iterator
             f"{_size(estimate.total)} (engine {_size(estimate.engine + estimate.kv_cache)}, learner "
             f"{_size(estimate.learner)} before activations, processes {_size(estimate.processes)})",
         )
+        if estimate.turns:
+            yield "taken in turns", f"{_size(estimate.turns)}, left out above: engines sleep while there are gradients"
         yield "checkpoint", f"{_size(estimate.checkpoint)}, the last {config.checkpoint.keep_last} are kept"
     if preflight.machine is not None:
         yield "this machine", f"{preflight.machine.cores} cores, {_size(preflight.machine.memory)} of memory free"

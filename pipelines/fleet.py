@@ -30,6 +30,7 @@ class Fleet:
         opening_versions: Version of the weights that its new rows begin under; the one before where a snapshot lags.
         on_version: Called whenever one has acknowledged.
         last_pause_s: Seconds for which the last change of weights kept a worker from decoding.
+        asleep: Whether the rollout workers have given their memory to the learner; successors then sleep, too.
     """
 
     def __init__(self, roles: Roles, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
@@ -44,13 +45,23 @@ class Fleet:
         self.opening_versions: dict[int, int] = {}
         self.on_version: Callable[[], None] = lambda: None
         self.last_pause_s = 0.0
+        self.asleep = False
 
     async def publish(self, swap: Swap | None = None) -> list[dict[str, float]]:
-        """Give all rollout workers the published weights and wait for their acknowledgements.
+        """Give all rollout workers the published weights and wait for their acknowledgements; who sleeps wakes.
 
         A worker that fails or misses the deadline is replaced; its successor starts from the same snapshot.
         """
+        self.asleep = False
         return list(await asyncio.gather(*(self._bring_up(i, swap or Swap()) for i in range(len(self._roles.rollout)))))
+
+    async def sleep(self) -> int:
+        """Have all rollout workers give their memory back until the next :meth:`publish`; returns its bytes.
+
+        A worker that fails or misses the deadline is replaced; its successor sleeps until then.
+        """
+        self.asleep = True
+        return sum(await asyncio.gather(*(self._lay_down(i) for i in range(len(self._roles.rollout)))))
 
     def announce(self, swap: Swap) -> None:
         """Give all rollout workers the published weights without waiting; a slow one skips to the newest."""
@@ -75,6 +86,14 @@ class Fleet:
             await self.replace_rollout(index, role, error)
             return {}
 
+    async def _lay_down(self, index: int) -> int:
+        role = self._roles.rollout[index]
+        try:
+            return await self._put_to_sleep(index, role)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            await self.replace_rollout(index, role, error)
+            return 0
+
     async def rollout(self, index: int) -> Role:
         """Return a rollout worker; a successor only once it has the weights, since it must not write without them."""
         async with self._changing(f"rollout-{index}"):
@@ -90,7 +109,7 @@ class Fleet:
         self._roles.replace_reward(index)
 
     async def replace_rollout(self, index: int, dead: Role, error: BaseException) -> None:
-        """Replace the rollout worker ``dead``, unless that was done; returns when its successor has the weights.
+        """Replace the rollout worker ``dead``, unless that was done; returns when its successor has weights, or sleeps.
 
         Raises:
             UserError: A successor would fail in the same way until the user mends something.
@@ -107,7 +126,10 @@ class Fleet:
                 if self._roles.published is None:
                     return
                 try:
-                    await self._set_weights(index, dead, Swap())
+                    if self.asleep:
+                        await self._put_to_sleep(index, dead)
+                    if not self.asleep:  # or not any more
+                        await self._set_weights(index, dead, Swap())
                     return
                 except (ray.exceptions.RayError, TimeoutError) as again:
                     error = again  # the successor died as well: the count decides when to give up
@@ -144,3 +166,11 @@ class Fleet:
         self.opening_versions[index] = int(acknowledged["opening_version"])
         self.on_version()
         return acknowledged
+
+    async def _put_to_sleep(self, index: int, role: Role) -> int:
+        """Return the bytes that a worker gives back; 0 when all have been woken meanwhile."""
+        async with self._changing(f"weights of rollout-{index}"):  # sent after the weights, it would undo them
+            if not self.asleep:
+                return 0
+            freed: int = await asyncio.wait_for(role.actor.sleep.remote(), _WEIGHTS_DEADLINE_S)
+            return freed

@@ -81,6 +81,10 @@ METRICS: Mapping[str, Metric] = {
         "share",
         "below 0.05: else the run measures the machine, not the pace",
     ),
+    "rollout/freed_mb": Metric(
+        "With cluster.placement=colocated: what all engines gave back when they went to sleep",
+        "MB",
+    ),
     "rollout/tail_s": Metric("From the time when 80 % of the trained answers were written to the last of them", "s"),
     # Drafts from history
     "speculation/drafted/<source>": Metric("Draft tokens verified in the step, by where they came from", "tokens"),
@@ -112,6 +116,11 @@ METRICS: Mapping[str, Metric] = {
     "time/learn_s": Metric("Optimiser step", "s"),
     "time/publish_s": Metric("New weights from the learner to every rollout worker", "s"),
     "time/pause_s": Metric("Longest pause of a rollout worker for new weights", "s", "far below time/publish_s"),
+    "time/sleep_s": Metric(
+        "With cluster.placement=colocated: engines going to sleep and waking, the latter also in time/publish_s",
+        "s",
+        "far below time/learn_s",
+    ),
     "time/checkpoint_s": Metric("Writing a checkpoint", "s"),
     "time/evaluate_s": Metric("Held-out evaluation", "s"),
     "time/other_s": Metric("Rest of the step: queues, records, bookkeeping", "s", "at most 10 % of time/step_s"),

@@ -115,7 +115,7 @@ def reward_need(config: Config) -> Need:
 def learner_need(config: Config) -> Need:
     """Return what each learner asks for."""
     return Need(
-        role="learner",
+        role="learner, beside rollout" if config.colocated else "learner",
         count=config.learner.workers,
         count_field="learner.workers",
         cpus=config.learner.num_cpus,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from pipelines.config import Config
-from pipelines.placement import Need, Node, matches, needs_of
+from pipelines.placement import Need, Node, learner_need, matches, needs_of, rollout_need
 
 _NODE_ID = "ray.io/node-id"
 _EPS = 1e-9
@@ -32,6 +32,7 @@ def placement_problems(config: Config, nodes: Sequence[Node]) -> list[str]:
         else:
             sound.append(need)
     problems += _joint_problems(sound, nodes)
+    problems += _beside_problems(config, nodes)
     return list(dict.fromkeys(problems))
 
 
@@ -57,7 +58,7 @@ def placement_doubts(config: Config, nodes: Sequence[Node]) -> list[str]:
 
 
 def table_lines(config: Config, nodes: Sequence[Node]) -> list[str]:
-    """Return the table of what is requested and what there is, a line per role and resource."""
+    """Return the table of what is requested and what there is, a line per role and resource, and who takes turns."""
     rows = [("role", "resource", "requested", "available", "nodes")]
     for need in needs_of(config):
         fitting = [node for node in nodes if matches(need.labels, node)]
@@ -68,7 +69,17 @@ def table_lines(config: Config, nodes: Sequence[Node]) -> list[str]:
                 asked = f"{need.count} x {each:g} = {need.count * each:g}"
                 rows.append((need.role, resource, asked, f"{there:g}", where))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [*lines, *_turns_line(config)]
+
+
+def _turns_line(config: Config) -> list[str]:
+    """Say what colocated roles share; a GPU that two of them take parts of is one."""
+    if not config.colocated:
+        return []
+    shared = max(config.rollout.workers, config.learner.workers)
+    where = f"{shared} GPU{'s' if shared > 1 else ''}" if config.learner.num_gpus else "the same CPUs and memory"
+    return [f"cluster.placement=colocated: rollout and learner take turns on {where}"]
 
 
 def _words(labels: Mapping[str, str]) -> str:
@@ -166,6 +177,21 @@ def _joint_problems(needs: Sequence[Need], nodes: Sequence[Node]) -> Iterator[st
                 if asked > there + _EPS:
                     found.append(members)
                     yield _joint_sentence(group, resource, asked, there)
+
+
+def _beside_problems(config: Config, nodes: Sequence[Node]) -> Iterator[str]:
+    """Say that no node has room for an engine and a learner, where the one goes to the node of the other."""
+    if not config.colocated:
+        return
+    engine, learner = rollout_need(config), learner_need(config)
+    fitting = [node for node in nodes if matches(engine.labels, node) and matches(learner.labels, node)]
+    asked = engine.cpus + learner.cpus
+    if fitting and all(node.cpus + _EPS < asked for node in fitting):
+        yield (
+            f"{engine.cpus_field}={engine.cpus:g} + {learner.cpus_field}={learner.cpus:g} = {asked:g} CPUs: with "
+            f"cluster.placement=colocated one node must have both, the largest has {max(n.cpus for n in fitting):g}; "
+            "lower one of them"
+        )
 
 
 def _joint_sentence(group: Sequence[Need], resource: str, asked: float, there: float) -> str:

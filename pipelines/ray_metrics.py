@@ -24,6 +24,7 @@ WAITS = (
     "start",
     "generate",
     "reward",
+    "sleep",
     "learner queue",
     "learn",
     "publish",

@@ -67,6 +67,7 @@ class Roles:
     published: Published | None = None
     home: str = ""
     _history_places: tuple[str | None, str | None] = (None, None)
+    _engine_nodes: str = ""
 
     @property
     def published_version(self) -> int:
@@ -87,13 +88,13 @@ class Roles:
         Args:
             version: Version of the weights at ``data.model_path``.
             learner_directory: Component folder of a checkpoint, or None for a fresh optimiser.
-            with_learner: False for a run that only evaluates.
+            with_learner: False for a run that only evaluates. A colocated learner waits for :meth:`start_learner`.
             archive: Folder of the Parquet archive, or None to keep no rollouts.
             history: Folder of the history store that drafts come from, or None to keep none.
         """
         # Those that load a model begin first: Ray starts a few processes at a time.
-        if with_learner:
-            self.learner = self._learner(learner_directory)
+        if with_learner and not self.config.colocated:
+            self.start_learner(learner_directory)
         self.rollout = [self._rollout(i, 0, version) for i in range(self.config.rollout.workers)]
         size = self.config.cluster.queue_groups
         self.reward_queue = self._queue("reward-queue", size)
@@ -104,6 +105,34 @@ class Roles:
             self._history_places = (archive, history)
             self.history_queue = self._queue("history-queue", _HISTORY_QUEUE)
             self.history = self._history(0, None)
+
+    def start_learner(self, directory: str | None) -> None:
+        """Create the learner; ``directory`` is the component folder of a checkpoint, or None for a fresh optimiser."""
+        self.learner = self._learner(directory)
+
+    async def find_engines(self) -> None:
+        """Wait until the rollout workers are up, and remember their nodes: a learner that starts then is beside them.
+
+        Ray gives a GPU in parts to whom it fits best, so the learner gets the rest of one that an engine is on. Which
+        node it takes is another matter: it prefers an empty one.
+
+        Raises:
+            UserError: What a constructor wants the user to mend.
+        """
+
+        async def node_of(role: Role) -> str | None:
+            try:
+                node: str = await role.actor.node.remote()
+                return node
+            except ray.exceptions.RayError as error:  # its successor goes where it fits
+                fault = user_error(error)
+                if fault is not None:
+                    raise fault from None
+                return None
+
+        found = await asyncio.gather(*map(node_of, self.rollout))
+        nodes = sorted({node for node in found if node is not None})
+        self._engine_nodes = f"in({','.join(nodes)})" if nodes else ""
 
     def replace_rollout(self, index: int) -> Role:
         """Create a successor of a dead rollout worker; the caller gives it the published weights."""
@@ -198,8 +227,10 @@ class Roles:
 
     def _learner(self, resume_directory: str | None) -> Role:
         options = self.config.learner
+        if self._engine_nodes:
+            options = options.model_copy(update={"labels": {_NODE_ID: self._engine_nodes, **options.labels}})
         sampling = self.config.rollout
-        place = learner_need(self.config).options()
+        place = learner_need(self.config.model_copy(update={"learner": options})).options()
         module: Any = learner_worker
         role: type = learner_worker.LearnerWorker
         if options.workers > 1:
@@ -222,6 +253,7 @@ class Roles:
             total_steps=self.data.total_steps,
             resume_directory=resume_directory,
             asynchrony=self.config.asynchrony,
+            takes_turns=self.config.colocated,
         )
         return Role("learner", actor)
 

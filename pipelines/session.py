@@ -167,9 +167,7 @@ class Session:
         config = self._config
         archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" else None
         history = str(self._directory.history) if self._train and config.speculation.source != "off" else None
-        learner_directory = None
-        if self._resume is not None:
-            learner_directory = self._directory.reach(self._resume.component(LEARNER_COMPONENT))
+        learner_directory = self._directory.reach(self._resume.component(LEARNER_COMPONENT)) if self._resume else None
         version = self._resume.meta["version"] if self._resume is not None else 0
         self._roles.start(
             version=version,
@@ -189,6 +187,9 @@ class Session:
         self._runner = make_runner(
             config, self._data, self._flow, self._source, self._ledger, predictor, self._stop, resumed
         )
+        if self._train and config.colocated:
+            await self._started("rollout workers", self._roles.find_engines())
+            self._roles.start_learner(learner_directory)
         if self._roles.learner is not None:
             stream = pairs(run_stream(self._roles.learner, self._roles.learner_queue))
             self._learner = LearnerEvents(stream, self._flow.fail)

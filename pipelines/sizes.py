@@ -77,6 +77,8 @@ class MemoryEstimate:
         snapshot: Published weights in the object store: the current ones and the next.
         processes: Interpreters, libraries and Ray.
         checkpoint: Size of one checkpoint on disk (not memory).
+        turns: Bytes counted above that are never needed at the same time: engines sleep while there are gradients
+            (``cluster.placement=colocated``).
     """
 
     engine: int
@@ -85,11 +87,12 @@ class MemoryEstimate:
     snapshot: int
     processes: int
     checkpoint: int
+    turns: int = 0
 
     @property
     def total(self) -> int:
-        """Sum in memory."""
-        return self.engine + self.kv_cache + self.learner + self.snapshot + self.processes
+        """Largest sum in memory at any time."""
+        return self.engine + self.kv_cache + self.learner + self.snapshot + self.processes - self.turns
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, max_length: int, *, gpus: int = 0) -> MemoryEstimate:
@@ -109,15 +112,19 @@ class MemoryEstimate:
         # A group of learners has a front and Ray Train's controller beside its workers.
         torch_processes = rollout.workers + learner.workers + (2 if learner.workers > 1 else 0)
         plain_processes = 3 + config.reward.workers * (1 + config.reward.processes)
+        engine = engine_on_cpu * rollout.workers * copies * width * shape.parameters
+        kv_cache = engine_on_cpu * slots * shape.kv_bytes_per_token(width)
+        gradients = learner_on_cpu * trained * _FLOAT32 * shape.parameters
         return cls(
-            engine=engine_on_cpu * rollout.workers * copies * width * shape.parameters,
-            kv_cache=engine_on_cpu * slots * shape.kv_bytes_per_token(width),
+            engine=engine,
+            kv_cache=kv_cache,
             learner=learner_on_cpu * trained * (_LEARNER_BYTES + reference + published) * shape.parameters,
             snapshot=2 * _FLOAT32 * shape.parameters,
             processes=torch_processes * _PROCESS_BYTES["torch"]
             + plain_processes * _PROCESS_BYTES["plain"]
             + _PROCESS_BYTES["ray"],
             checkpoint=_CHECKPOINT_BYTES * shape.parameters,
+            turns=min(engine + kv_cache, gradients) if config.colocated else 0,
         )
 
 

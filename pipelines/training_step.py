@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from actors.bundles import LearnerHeader, StepEnvelope
@@ -28,11 +28,12 @@ from storage.prompt_source import PromptSource
 from storage.records import TRAIN_SPLIT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TrainingStep:
     """What the steps of one session do, in two halves: a run that is stopped in the first one loses nothing.
 
-    The configuration is that of ``roles``, which changes between steps.
+    The configuration is that of ``roles``, which changes between steps. Where engines and learner share hardware, the
+    engines sleep from the end of the first half until they get their weights in the second.
     """
 
     roles: Roles
@@ -47,6 +48,7 @@ class TrainingStep:
     restarts: Restarts
     reporter: StepReporter
     waits: Waits
+    _turn: dict[str, float] = field(default_factory=dict, init=False)
 
     async def generate(self, step: int) -> RoundResult:
         """Have the answers of optimiser step ``step`` (from 0) written and scored.
@@ -60,12 +62,17 @@ class TrainingStep:
         self.reporter.begin()
         self.waits.board.wait("generate", "rollout workers")  # the watchdog looks after each of them
         try:
-            return await self.rounds.train(step, self.roles.published_version)
+            result = await self.rounds.train(step, self.roles.published_version)
         except (Interrupted, UserError):
             await self.flow.abort()
             raise
         finally:
             self.waits.board.arrived("generate")
+        if self.roles.config.colocated:
+            began = time.perf_counter()
+            freed = await self.waits.wait("sleep", "rollout workers", self.flow.fleet.sleep(), 0.0, safe=False)
+            self._turn = {"time/sleep_s": time.perf_counter() - began, "rollout/freed_mb": freed / 1e6}
+        return result
 
     async def learn(self, step: int, result: RoundResult) -> None:
         """Train on what was generated, publish what came of it, and write it all down; not to be interrupted."""
@@ -75,9 +82,10 @@ class TrainingStep:
         header, ref = await self._train(step, result)
         published_at = time.perf_counter()
         pause = 0.0
-        if header.manifest is not None:
+        if header.manifest is not None or config.colocated:  # who sleeps needs weights, old ones or new
             self.waits.enter("publishing")
-            self.roles.published = Published(header.manifest, ref)
+            if header.manifest is not None:
+                self.roles.published = Published(header.manifest, ref)
             pause = await self._publish()
         published = time.perf_counter()
         self.ledger.train(result.keys, step, version)
@@ -96,6 +104,9 @@ class TrainingStep:
             pause=pause,
         )
         self.reporter.began = ended
+        extra = self.restarts.metrics() | (self.mirroring.metrics() if self.mirroring is not None else {})
+        if config.colocated:
+            extra |= self._turn | {"time/sleep_s": self._turn["time/sleep_s"] + published - published_at}
         await self.reporter.report(
             done,
             result,
@@ -106,7 +117,7 @@ class TrainingStep:
             config=config,
             version=version,
             epoch=self.source.progress,
-            extra=self.restarts.metrics() | (self.mirroring.metrics() if self.mirroring is not None else {}),
+            extra=extra,
         )
         if config.run.debug:
             self.ledger.check()
@@ -128,7 +139,7 @@ class TrainingStep:
         return header, ref
 
     async def _publish(self) -> float:
-        """Give the new weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
+        """Give the weights to the rollout workers; returns the longest pause. A stream waits for nobody."""
         config, fleet = self.roles.config, self.flow.fleet
         if isinstance(self.rounds, StreamRunner):
             fleet.announce(weight_swap(config))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from actors.bundles import LearnerHeader
 from actors.learner.learner import Learner, StepReport
+from actors.memory import release_freed_memory
 from actors.weights import pack
 from storage.records import Group, WeightsManifest
 from storage.remote.parcels import outgoing
@@ -110,20 +111,22 @@ class TimedChannel(LearnerChannel, Protocol):
     received: float
 
 
-def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
+def learn(learner: Learner, channel: LearnerChannel, *, takes_turns: bool = False) -> Iterator[LearnerEvent]:
     """Carry out commands until :class:`Stop`, one event per batch and per save, in order.
 
     Pull-based: the next command is received only when the caller asks for the next event, so a slow consumer of weights
-    holds the learner back instead of piling up snapshots.
+    holds the learner back instead of piling up snapshots. With ``takes_turns`` nothing but weights and moments is held
+    when an event is yielded: somebody else computes on the same hardware until the next command.
     """
     while True:
         command = channel.receive()
         if isinstance(command, TrainBatch):
-            yield _trained(learner, command)  # no local name: a snapshot must not live on through the next step
+            yield _trained(learner, command, takes_turns)  # no local name: a snapshot must not outlive the step
         elif isinstance(command, Save):
             with outgoing(command.path, command.uri) as parcel:
                 learner.save_model(parcel.path / MODEL_COMPONENT)
                 learner.save(parcel.path / TRAINER_COMPONENT)
+            _rest(takes_turns)
             yield Saved(path=parcel.place)
         elif isinstance(command, SetLearningRate):
             learner.set_learning_rate(command.value)
@@ -131,10 +134,17 @@ def learn(learner: Learner, channel: LearnerChannel) -> Iterator[LearnerEvent]:
             return
 
 
-def _trained(learner: Learner, batch: TrainBatch) -> Trained:
+def _trained(learner: Learner, batch: TrainBatch, takes_turns: bool) -> Trained:
     report = learner.train_step(batch.groups, batch.step)
     manifest, buffer = _packed(learner) if report.published else (None, None)
+    _rest(takes_turns)
     return Trained(report=report, manifest=manifest, buffer=buffer)
+
+
+def _rest(takes_turns: bool) -> None:
+    """Let go of what is free; gradients went with the update that used them."""
+    if takes_turns:
+        release_freed_memory(gpu=True)
 
 
 def _packed(learner: Learner) -> tuple[WeightsManifest | None, npt.NDArray[np.uint8] | None]:
@@ -143,16 +153,19 @@ def _packed(learner: Learner) -> tuple[WeightsManifest | None, npt.NDArray[np.ui
     return pack(weights, learner.version) if learner.leads else (None, None)
 
 
-def announce(learner: Learner, channel: TimedChannel) -> Iterator[tuple[LearnerHeader, npt.NDArray[np.uint8] | None]]:
+def announce(
+    learner: Learner, channel: TimedChannel, *, takes_turns: bool = False
+) -> Iterator[tuple[LearnerHeader, npt.NDArray[np.uint8] | None]]:
     """Run :func:`learn` and yield what the conductor is told: first what is published now, then each event.
 
     A buffer is forgotten as soon as the next pair is asked for: a snapshot is as large as the model, and none may live
     on through the next step.
     """
     manifest, buffer = _packed(learner)
+    _rest(takes_turns)
     yield LearnerHeader(kind="ready", version=learner.version, manifest=manifest, metrics={}, advantages={}), buffer
     del buffer
-    for event in learn(learner, channel):
+    for event in learn(learner, channel, takes_turns=takes_turns):
         if isinstance(event, Trained):
             seconds = time.perf_counter() - channel.received
             header = LearnerHeader(

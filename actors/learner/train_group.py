@@ -63,6 +63,7 @@ class LearnerGroup:
         total_steps: int,
         resume_directory: str | None,
         asynchrony: AsynchronyOptions | None = None,
+        takes_turns: bool = False,
     ) -> None:
         """Remember what the ranks need, which is what ``LearnerWorker`` needs; :meth:`run` starts them."""
         self._options = options
@@ -71,6 +72,7 @@ class LearnerGroup:
             "options": options,
             "algorithm": algorithm,
             "resume_directory": resume_directory,
+            "takes_turns": takes_turns,
             "learner": {
                 "temperature": temperature,
                 "top_p": top_p,
@@ -210,10 +212,23 @@ class LearnerGroup:
             raise LearnerGroupError(_explain(error, self._options.workers)) from error
 
 
+def scaling(options: LearnerOptions) -> Any:
+    """Return the ``ScalingConfig`` that places the ranks as ``options`` ask."""
+    from ray.train import ScalingConfig
+
+    return ScalingConfig(
+        num_workers=options.workers,
+        use_gpu=options.num_gpus > 0,
+        resources_per_worker={"CPU": max(options.num_cpus, _LEAST_CPUS)}
+        | ({"GPU": options.num_gpus} if options.num_gpus else {}),
+        label_selector=dict(options.labels) or None,
+    )
+
+
 def _trainer(options: LearnerOptions, settings: dict[str, Any], folder: str) -> Any:
     # read where the trainer is made: ranks must find relative paths where everybody else does
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     return TorchTrainer(
@@ -222,13 +237,7 @@ def _trainer(options: LearnerOptions, settings: dict[str, Any], folder: str) -> 
         torch_config=TorchConfig(
             backend="nccl" if options.num_gpus else "gloo", timeout_s=max(1, int(options.deadline_s))
         ),
-        scaling_config=ScalingConfig(
-            num_workers=options.workers,
-            use_gpu=options.num_gpus > 0,
-            resources_per_worker={"CPU": max(options.num_cpus, _LEAST_CPUS)}
-            | ({"GPU": options.num_gpus} if options.num_gpus else {}),
-            label_selector=dict(options.labels) or None,
-        ),
+        scaling_config=scaling(options),
         run_config=RunConfig(
             name="learners",
             storage_path=folder,
@@ -291,7 +300,8 @@ def _loop(settings: dict[str, Any], front: Any) -> None:
     if settings["resume_directory"] is not None:
         learner.load(local_folder(settings["resume_directory"]))
     rank = place.get_world_rank()
-    for header, buffer in announce(learner, QueueChannel(_Inbox(front, rank))):
+    channel = QueueChannel(_Inbox(front, rank))
+    for header, buffer in announce(learner, channel, takes_turns=settings["takes_turns"]):
         answered = front.answer.remote(rank, header, buffer)
         del buffer
         ray.get(answered)

@@ -72,8 +72,14 @@ class LearnerWorker:
         total_steps: int,
         resume_directory: str | None,
         asynchrony: AsynchronyOptions | None = None,
+        takes_turns: bool = False,
     ) -> None:
-        """Load the model, and the optimiser state from ``resume_directory`` where there is one."""
+        """Load the model, and the optimiser state from ``resume_directory`` where there is one.
+
+        With ``takes_turns`` rollout engines compute on the same hardware between its steps: see
+        :func:`actors.learner.learn.announce`.
+        """
+        self._takes_turns = takes_turns
         set_torch_threads(options.threads or len(os.sched_getaffinity(0)))
         from actors.learner.learner import Learner
         from storage.remote.parcels import local_folder
@@ -103,7 +109,7 @@ class LearnerWorker:
         from actors.learner.learn import announce
         from actors.weights import HandOver
 
-        for header, buffer in announce(self._learner, QueueChannel(queue)):
+        for header, buffer in announce(self._learner, QueueChannel(queue), takes_turns=self._takes_turns):
             yield header
             payload = None if buffer is None else HandOver(buffer)
             del buffer  # a snapshot is as large as the model: none may outlive its hand-over

@@ -256,14 +256,21 @@ class RolloutEngine(Protocol):
     def draining(self) -> int:
         """Rows that finish under the weights before the active ones, and that no handover ends (``drain``)."""
 
+    @property
+    def asleep(self) -> bool:
+        """True from :meth:`sleep` until weights are activated."""
+
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; raises ``ValueError`` that names the request when one can never run."""
+        """Queue requests; raises ``ValueError`` that names the request when one can never run.
+
+        A sleeping engine takes them too: they wait until it wakes.
+        """
 
     def limit_rows(self, rows: int) -> None:
         """Admit requests while fewer than ``rows`` rows run, 0: while there are slots; rows that run go on."""
 
     def step(self) -> list[Completion]:
-        """Run one forward pass for all active rows and return the requests that finished; [] when idle."""
+        """Run one forward pass for all active rows and return the requests that finished; [] when idle or asleep."""
 
     def abort(self, request_ids: Sequence[int] | None = None, *, keep_state: bool = False) -> list[Completion]:
         """Stop some requests (all when None) and return their partial answers.
@@ -290,6 +297,13 @@ class RolloutEngine(Protocol):
         ``reprefill`` recomputes the key/value state of running rows under the new weights, ``keep_kv`` keeps it,
         ``drain`` lets running rows finish under the weights they started with while new rows use the new ones.
         With ``handover`` that happens to each row later, when its part under the weights before is over.
+        """
+
+    def sleep(self) -> int:
+        """Give back the memory of weights and key/value state, so that a learner can use it; returns the bytes.
+
+        Weights must be loaded and activated again, the same or others, before anything is computed: that wakes the
+        engine. Raises ``ValueError`` while requests run or wait.
         """
 
     def add_observer(self, observer: StepObserver) -> None:

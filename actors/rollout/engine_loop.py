@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ class LoopStats:
         version: Active version of the weights; opening_version: that of the weights which new rows begin under.
         last_progress: Wall-clock second of the last step that did work.
         swap_s: Seconds that the last change of weights kept the loop from stepping.
+        asleep: The engine has given its memory back and waits for weights.
     """
 
     steps: int
@@ -59,6 +60,7 @@ class LoopStats:
     opening_version: int
     last_progress: float
     swap_s: float
+    asleep: bool
 
 
 class EngineLoop:
@@ -68,7 +70,7 @@ class EngineLoop:
         """Start the thread; ``engine`` belongs to it from now on."""
         self._engine = engine
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._sinks: dict[int, Sink] = {}
+        self._inside: dict[int, tuple[Request, Sink]] = {}
         self._stopped = False
         self._ended = threading.Event()
         self._steps = self._emitted = self._tokens = self._drafted = self._accepted = 0
@@ -90,7 +92,7 @@ class EngineLoop:
         def command() -> None:
             self._engine.submit(requests)
             for request in requests:
-                self._sinks[request.request_id] = sink
+                self._inside[request.request_id] = request, sink
 
         self._call(command).result()
 
@@ -101,6 +103,22 @@ class EngineLoop:
             self._deliver(self._engine.abort(request_ids, keep_state=keep_state))
 
         self._call(command).result()
+
+    def sleep(self, give_up: Collection[int] = ()) -> int:
+        """Put the engine to sleep until weights are swapped in; returns the bytes that it gave back.
+
+        Requests of ``give_up`` end as aborted, before this returns. Whatever else is inside, or comes meanwhile, waits;
+        what was begun of it begins anew, since its key/value state is gone and other weights will go on.
+        """
+
+        def command() -> int:
+            self._deliver(self._engine.abort(list(give_up)))
+            interrupted = {completion.request_id for completion in self._engine.abort()}
+            freed = self._engine.sleep()
+            self._engine.submit([request for i, (request, _) in self._inside.items() if i in interrupted])
+            return freed
+
+        return self._call(command).result()
 
     def swap_weights(self, manifest: WeightsManifest, buffer: npt.NDArray[np.uint8], swap: Swap) -> float:
         """Load, verify and activate a snapshot; returns the seconds for which decoding paused. Raises WeightsError."""
@@ -137,6 +155,7 @@ class EngineLoop:
             opening_version=self._engine.opening_version,
             last_progress=self._last_progress,
             swap_s=self._swap_s,
+            asleep=self._engine.asleep,
         )
 
     def close(self) -> None:
@@ -168,15 +187,15 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                idle = not (self._engine.running or self._engine.waiting)
+                idle = self._engine.asleep or not (self._engine.running or self._engine.waiting)
                 self._execute_commands(wait=idle)
-                if not self._stopped:
+                if not (self._stopped or self._engine.asleep):
                     self._deliver(self._engine.step())
         except BaseException as error:  # supervision: the owner of each request must hear of it
             self._failure = error
-            for sink in list(self._sinks.values()):
+            for _, sink in list(self._inside.values()):
                 sink(error)
-            self._sinks.clear()
+            self._inside.clear()
         finally:
             self._ended.set()
             self._drain_commands()
@@ -204,6 +223,6 @@ class EngineLoop:
 
     def _deliver(self, completions: list[Completion]) -> None:
         for completion in completions:
-            sink = self._sinks.pop(completion.request_id, None)
-            if sink is not None:
-                sink(completion)
+            known = self._inside.pop(completion.request_id, None)
+            if known is not None:
+                known[1](completion)

@@ -111,6 +111,11 @@ class PacedEngine:
         """As in the wrapped engine."""
         return self._engine.draining
 
+    @property
+    def asleep(self) -> bool:
+        """As in the wrapped engine."""
+        return self._engine.asleep
+
     def submit(self, requests: Sequence[Request]) -> None:
         """As in the wrapped engine."""
         self._engine.submit(requests)
@@ -153,6 +158,10 @@ class PacedEngine:
     def activate_weights(self, version: int, mode: SwapMode = "reprefill", handover: Handover | None = None) -> None:
         """As in the wrapped engine."""
         self._engine.activate_weights(version, mode, handover)
+
+    def sleep(self) -> int:
+        """As in the wrapped engine."""
+        return self._engine.sleep()
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call ``observer`` after every step, with the paced duration."""

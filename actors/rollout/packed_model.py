@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class PackedModel:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._slices_logits = "logits_to_keep" in names
         self._lean = LeanDecoder.of(model) if lean else None
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
 
     @classmethod
     def load(cls, path: str | Path, dtype: str, device: str) -> PackedModel:
@@ -107,6 +108,31 @@ class PackedModel:
     def lean(self) -> bool:
         """True when passes bypass the model's own modules (see :mod:`actors.rollout.lean_decoder`)."""
         return self._lean is not None
+
+    @property
+    def released(self) -> bool:
+        """True between :meth:`release` and :meth:`reclaim`: the weights are lost, nothing may be computed."""
+        return bool(self._released)
+
+    def release(self) -> int:
+        """Give the memory of the weights back and return its bytes.
+
+        Modules, parameters and whatever shares their memory (tied weights, joined projections) stay the same objects:
+        only the storages below them are emptied.
+        """
+        parameters = list(self.model.parameters())
+        _leave_files(parameters)
+        storages = {_place(p)[0]: p.untyped_storage() for p in parameters}
+        self._released = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage in storages.values():
+            storage.resize_(0)
+        return sum(nbytes for _, nbytes in self._released)
+
+    def reclaim(self) -> None:
+        """Allocate the memory of the weights again; what it holds is arbitrary until :meth:`load_state`."""
+        for storage, nbytes in self._released:
+            storage.resize_(nbytes)
+        self._released = []
 
     def twin(self) -> PackedModel:
         """Return a second copy, with tied weights tied as here."""
@@ -151,9 +177,9 @@ class PackedModel:
                 raise WeightsError(
                     f"tensor {name!r} has shape {tuple(tensor.shape)} in the snapshot, {tuple(own[name].shape)} here"
                 )
-        covered = {own[name].data_ptr() for name in state}
+        covered = {_place(own[name]) for name in state}
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        missing = sorted(n for n, t in own.items() if n in parameters and t.data_ptr() not in covered)
+        missing = sorted(n for n, t in own.items() if n in parameters and _place(t) not in covered)
         if missing:
             raise WeightsError(f"the snapshot lacks {len(missing)} tensors, the first is {missing[0]!r}")
 
@@ -240,3 +266,20 @@ class PackedModel:
             windows=self.windows,
         )
         return self.forward(step, cache, torch.stack([r[-1] for r in rows]), both)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the identity of a tensor's storage and its offset there; unlike an address, they outlive a release."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _leave_files(parameters: Sequence[torch.Tensor]) -> None:
+    """Give parameters that lie in a mapped file memory of their own: a mapping cannot be emptied.
+
+    What they hold is lost. Those that share a place in the file share one again.
+    """
+    moved: dict[tuple[object, ...], torch.Tensor] = {}
+    for parameter in parameters:
+        if not parameter.untyped_storage().resizable():
+            where = (*_place(parameter), parameter.shape, parameter.stride())
+            parameter.data = moved.setdefault(where, torch.empty_like(parameter))

@@ -106,6 +106,13 @@ class SlotCache(Cache):  # type: ignore[misc]
             self._keys[layer][slot, :, : keys.shape[1]] = keys
             self._values[layer][slot, :, : values.shape[1]] = values
 
+    def release(self) -> int:
+        """Give the memory of all slots back and return its bytes; a layer that is used again finds empty slots."""
+        freed = self.nbytes
+        self._keys.clear()
+        self._values.clear()
+        return freed
+
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers."""

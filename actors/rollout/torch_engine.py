@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from actors.memory import release_freed_memory
 from actors.rollout.boundaries import boundary_mask
 from actors.rollout.drafting import Drafting
 from actors.rollout.emission import Emission
@@ -144,6 +145,11 @@ class TorchEngine:
         return self._pool.draining
 
     @property
+    def asleep(self) -> bool:
+        """True while the engine has given its memory back and waits for weights."""
+        return self._model.released
+
+    @property
     def draft_failure(self) -> str:
         """Why the engine stopped asking its draft source; empty while it has not failed."""
         return self._drafting.failure
@@ -161,7 +167,9 @@ class TorchEngine:
         self._pool.row_limit = rows
 
     def step(self) -> list[Completion]:
-        """Run one forward pass for all active rows and return the requests that finished; [] when idle."""
+        """Run one forward pass for all active rows and return the requests that finished; [] when idle or asleep."""
+        if self.asleep:
+            return []
         begin = time.perf_counter()
         pool = self._pool
         finished = pool.admit()
@@ -211,6 +219,31 @@ class TorchEngine:
         self._retire_old()
         return completions
 
+    def sleep(self) -> int:
+        """Give the memory of weights and key/value state back; returns its bytes, 0 when asleep already.
+
+        Parked rows lose their state, and the weights before the active ones are let go of. Activating weights wakes
+        the engine.
+
+        Raises:
+            ValueError: Requests are running or waiting.
+        """
+        if self.asleep:
+            return 0
+        pool = self._pool
+        if self.running or self.waiting:
+            raise ValueError(
+                f"{self.running} requests run and {self.waiting} wait: abort them before the engine goes to sleep"
+            )
+        pool.unpark()
+        pool.opening = pool.version
+        copies = [model for model in (self._model, self._spare, self._old) if model is not None]
+        freed = pool.cache.release() + sum(model.release() for model in copies)
+        self._loaded = self._spare = self._old = None
+        self._old_version = NOT_COMPUTED
+        release_freed_memory(gpu=True)
+        return freed
+
     def load_weights(self, manifest: WeightsManifest, buffer: npt.NDArray[np.uint8]) -> None:
         """Verify a snapshot and hold it ready; ``buffer`` must not change before it is activated.
 
@@ -253,6 +286,9 @@ class TorchEngine:
             if mode == "drain":
                 raise ValueError("mode=drain never hands rows over: use reprefill or keep_kv, or no handover")
             self.prepare_handover()
+        if self.asleep:
+            handover = None  # nothing is left of the weights that would go on
+            self._model.reclaim()
         pool, state, swap = self._pool, self._loaded[1], Swap(mode, handover)
         stays = staying(pool.table, pool.active, pool.version, swap)
         if len(stays) or opening_version(pool.version, version, swap) != version:

@@ -197,6 +197,22 @@ class RolloutWorker:
         }
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def sleep(self) -> int:
+        """Give the memory of the engine back until weights are set again; returns its bytes.
+
+        What calls still write comes back with them as aborted: between two rounds nobody waits for it. Questions wait
+        for the weights.
+        """
+        with self._calls_lock:
+            written = [request for call in self._calls.values() for request in call.owners]
+        return self._loop.sleep(written)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def node(self) -> str:
+        """Return the id of the Ray node that the engine runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def abort(self) -> None:
         """Stop all running requests; their ``generate`` calls yield the partial samples and end."""
         self._loop.abort()

@@ -17,6 +17,7 @@ class CountingEngine:
 
     def __init__(self, fail_at=None, step_s=0.0):
         self.version = self.opening_version = self.draining = 0
+        self.asleep = False
         self.left = {}
         self.observer = None
         self.fail_at = fail_at
@@ -43,7 +44,14 @@ class CountingEngine:
                 raise ValueError(f"request {request.request_id} can never run")
         self.left.update({r.request_id: r.sampling.max_tokens for r in requests})
 
+    def sleep(self):
+        assert not self.in_step
+        assert not self.left
+        self.asleep = True
+        return 1000
+
     def step(self):
+        assert not self.asleep
         self.in_step = True
         time.sleep(self.step_s)
         self.steps += 1
@@ -83,6 +91,7 @@ class CountingEngine:
     def activate_weights(self, version, mode="reprefill", handover=None):
         assert not self.in_step
         self.version = version
+        self.asleep = False
 
 
 def request(identity, tokens=3):
@@ -200,3 +209,49 @@ def test_an_idle_loop_closes_at_once():
     assert time.monotonic() - started < 2
     with pytest.raises(RuntimeError, match="ended"):
         loop.submit([request(1)], queue.SimpleQueue().put)
+
+
+def test_a_sleeping_engine_does_not_step_and_what_comes_meanwhile_waits(make_loop):
+    engine = CountingEngine()
+    loop, sink = make_loop(engine), queue.SimpleQueue()
+    assert loop.sleep() == 1000
+    assert loop.stats().asleep
+    loop.submit([request(1)], sink.put)
+    steps = engine.steps
+    with pytest.raises(queue.Empty):
+        sink.get(timeout=0.2)
+    assert engine.steps == steps
+    loop.swap_weights(manifest(1), BUFFER, Swap())
+    assert sink.get(timeout=5).finish_reason == "length"
+    assert not loop.stats().asleep
+
+
+def test_going_to_sleep_ends_what_is_given_up_and_begins_the_rest_anew_afterwards(make_loop):
+    engine = CountingEngine(step_s=0.001)
+    loop, given_up, kept = make_loop(engine), queue.SimpleQueue(), queue.SimpleQueue()
+    loop.submit([request(1, tokens=900), request(2, tokens=900)], given_up.put)
+    loop.submit([request(3, tokens=900)], kept.put)
+    loop.submit([request(4, tokens=900)], kept.put)
+    loop.abort([4])
+    assert kept.get_nowait().request_id == 4
+    loop.sleep([1, 2, 77])
+    assert sorted((c.request_id, c.finish_reason) for c in (given_up.get_nowait(), given_up.get_nowait())) == [
+        (1, "abort"),
+        (2, "abort"),
+    ]
+    assert engine.left == {3: 900}, "from its first token"
+    assert kept.empty()
+    loop.sleep()
+    assert engine.left == {3: 900}
+    loop.swap_weights(manifest(1), BUFFER, Swap())
+    loop.abort([3])
+    assert kept.get_nowait().request_id == 3
+
+
+def test_an_idle_sleeping_loop_closes_at_once():
+    loop = EngineLoop(CountingEngine())
+    loop.submit([request(1, tokens=900)], queue.SimpleQueue().put)
+    loop.sleep()
+    started = time.monotonic()
+    loop.close()
+    assert time.monotonic() - started < 2

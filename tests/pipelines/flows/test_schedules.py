@@ -26,6 +26,7 @@ def ray_of_the_world(monkeypatch):
 STREAM = ("asynchrony.pipeline=stream", "algorithm.name=decoupled_ppo")
 TAIL = ("schedule.batching=tail", "schedule.overlaunch_prompts=1.5")
 RESUME = (*TAIL, "asynchrony.max_staleness=2", "schedule.deferred=resume", "algorithm.name=decoupled_ppo")
+COLOCATED = ("cluster.placement=colocated",)
 SCHEDULES = {
     "all": (),
     "all skew-aware": ("schedule.dispatch=skew_aware",),
@@ -37,6 +38,10 @@ SCHEDULES = {
     "tail overlaunched samples": (*RESUME, "schedule.overlaunch_samples=1.7", "schedule.dispatch=skew_aware"),
     "tail stays": (*RESUME, "schedule.dispatch=skew_aware", "schedule.timeouts.tokens=3"),
     "all stays": ("asynchrony.max_staleness=1", "algorithm.name=decoupled_ppo", "schedule.timeouts.tokens=4"),
+    "all colocated": COLOCATED,
+    "tail restart colocated": (*TAIL, "schedule.deferred=restart", *COLOCATED),
+    "tail resume colocated": (*RESUME, *COLOCATED),
+    "tail stays colocated": (*RESUME, "schedule.timeouts.tokens=3", "schedule.overlaunch_samples=1.7", *COLOCATED),
     "stream 0": ("asynchrony.pipeline=stream",),
     "stream 1": (*STREAM, "asynchrony.max_staleness=1"),
     "stream 3 interrupt": (*STREAM, "asynchrony.max_staleness=3", "asynchrony.partial=interrupt"),

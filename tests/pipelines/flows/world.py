@@ -142,12 +142,13 @@ class RolloutActor:
 
     def __init__(self, world, version, slots=6):
         self.world, self.version, self.slots = world, version, slots
-        self.dead = False
+        self.dead = self.asleep = False
         self.rows, self.streams, self.left, self.revoked, self.done = {}, {}, {}, {}, {}
         self.generate = Method(self._generate)
         self.stop = Method(lambda calls: self._control(self._stop, calls))
         self.abort = Method(lambda: self._control(self._stop_all))
         self.set_weights = Method(lambda manifest, refs, swap: self._control(self._swap, manifest.version, swap.mode))
+        self.sleep = Method(lambda: self._control(self._sleep))
         self._task = asyncio.ensure_future(self._run())
 
     def kill(self):
@@ -211,12 +212,17 @@ class RolloutActor:
         for identity in list(self.rows):
             self._end(identity, "abort")
 
+    def _sleep(self):
+        self._stop_all()
+        self.asleep = True
+        return 1
+
     async def _swap(self, version, mode):
         while self.world.rng.random() < self.world.dice.slow_weights:
             await asyncio.sleep(0.001)
         if version < self.version:
             self.world.errors.append(f"version {version} after {self.version}")
-        self.version = version
+        self.version, self.asleep = version, False
         self.world.swap_mode = mode
         return {"version": version, "pause_s": 0.0, "opening_version": version}
 
@@ -245,6 +251,16 @@ class RolloutActor:
         while True:
             for _ in range(1 + rng.randrange(dice.ticks)):
                 await asyncio.sleep(0)
+            if self.asleep:
+                for call in list(self.done):
+                    self._hand_over(call)
+                await asyncio.sleep(0.0005)
+                if self.world.may_die(dice.rollout_death):
+                    self.kill()
+                    return
+                continue
+            if self.rows and self.world.learning:
+                self.world.errors.append("answers are written while the learner learns")
             if not self.rows:
                 await asyncio.sleep(0.0005)
             if self.rows and self.world.may_die(dice.rollout_death):
@@ -335,6 +351,7 @@ class World:
     config: object
     written: int = 0
     swap_mode: str = "drain"
+    learning: bool = False
     errors: list = field(default_factory=list)
     payloads: list = field(default_factory=list)
 
@@ -494,18 +511,24 @@ class Run:
         self.results.append(result)
         self._learn(result)
         makes_version = bool(result.keys) and self.world.rng.random() >= self.world.dice.no_version
+        if self.config.colocated:
+            async with asyncio.timeout(LIMIT_S):
+                await self.flow.fleet.sleep()
+            self.world.learning = True
+            await asyncio.sleep(0.002 * self.world.rng.randrange(3))
         for _ in range(self.world.rng.randrange(8)):
             await asyncio.sleep(0)
+        self.world.learning = False
         trained_at = self.version
         if makes_version:
             self.version += 1
             self.roles.published = self._published()
-            if self.stream:
-                self.flow.fleet.announce(self._swap())
-                await self.runner.advance(self.version)
-            else:
-                async with asyncio.timeout(LIMIT_S):
-                    await self.flow.fleet.publish(self._swap())
+        if self.stream and makes_version:
+            self.flow.fleet.announce(self._swap())
+            await self.runner.advance(self.version)
+        elif makes_version or self.config.colocated:
+            async with asyncio.timeout(LIMIT_S):
+                await self.flow.fleet.publish(self._swap())
         self.ledger.train(result.keys, self.step, trained_at)
         self.step += 1
         self.trained_tokens += sum(h.tokens for headers in result.headers.values() for h in headers)
