@@ -90,6 +90,7 @@ class Archiving:
     async def _read(self) -> None:
         assert self._roles.history is not None
         while True:
+            await self._roles.locate_history()
             stream = run_stream(self._roles.history, self._roles.history_queue)
             try:
                 async for (split, step, failure), _ in pairs(stream):

@@ -6,7 +6,7 @@ without history, rollouts decode plainly.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipelines.roles import Roles
@@ -24,6 +24,8 @@ class DraftRequests:
         """False while drafts are switched off; packs are then not asked for, and workers do not draft."""
         self.recorded = 0
         """Last step whose groups were sent to the role: packs know at least so much."""
+        self.nodes: Mapping[int, str] = {}
+        """Ray's id of the node of each rollout worker, as far as it is known."""
 
     @property
     def active(self) -> bool:
@@ -38,20 +40,32 @@ class DraftRequests:
         """
         self._ahead = None
         wanted = frozenset(prompt.index for prompt in prompts)
-        if self.active and prompts and wanted.isdisjoint(under_way):
+        if self.active and prompts and wanted.isdisjoint(under_way) and not all(map(self._far, self.nodes)):
             self._ahead = wanted, self._ask(prompts)
 
-    def packs(self, assignments: Sequence[Assignment]) -> list[Any]:
-        """References to the packs that cover some assignments; none for evaluations and without history."""
+    def packs(self, worker: int, assignments: Sequence[Assignment]) -> list[Any]:
+        """References to the packs that cover some assignments of a worker; none for evaluations and without history.
+
+        A worker on another node than the history gets its packs from a retriever on its own.
+        """
         if not self.active:
             return []
         prompts = {a.prompt.index: a.prompt for a in assignments if a.key.split == TRAIN_SPLIT}
         if not prompts:
             return []
+        if self._far(worker):
+            return [self._ask(list(prompts.values()), self.nodes[worker])]
         if self._ahead is not None and self._ahead[0] >= prompts.keys():
             return [self._ahead[1]]
         return [self._ask(list(prompts.values()))]
 
-    def _ask(self, prompts: Sequence[Prompt]) -> Any:
+    def _far(self, worker: int) -> bool:
+        home = self._roles.history_node
+        return bool(home) and self.nodes.get(worker, home) != home
+
+    def _ask(self, prompts: Sequence[Prompt], node: str = "") -> Any:
         assert self._roles.history is not None
-        return self._roles.history.actor.pack.remote([prompt.token_ids for prompt in prompts], self.recorded)
+        ids, history = [prompt.token_ids for prompt in prompts], self._roles.history.actor
+        if node:
+            return self._roles.retriever_on(node).actor.pack.remote(history, ids, self.recorded)
+        return history.pack.remote(ids, self.recorded)

@@ -28,6 +28,7 @@ class Fleet:
         crashes: Workers that died.
         versions: Version that each rollout worker has acknowledged, by number.
         opening_versions: Version of the weights that its new rows begin under; the one before where a snapshot lags.
+        nodes: Ray's id of the node that each runs on, by number.
         on_version: Called whenever one has acknowledged.
         last_pause_s: Seconds for which the last change of weights kept a worker from decoding.
         asleep: Whether the rollout workers have given their memory to the learner; successors then sleep, too.
@@ -43,11 +44,12 @@ class Fleet:
         self.crashes = 0
         self.versions: dict[int, int] = {}
         self.opening_versions: dict[int, int] = {}
+        self.nodes: dict[int, str] = {}
         self.on_version: Callable[[], None] = lambda: None
         self.last_pause_s = 0.0
         self.asleep = False
 
-    async def publish(self, swap: Swap | None = None) -> list[dict[str, float]]:
+    async def publish(self, swap: Swap | None = None) -> list[dict[str, Any]]:
         """Give all rollout workers the published weights and wait for their acknowledgements; who sleeps wakes.
 
         A worker that fails or misses the deadline is replaced; its successor starts from the same snapshot.
@@ -78,7 +80,7 @@ class Fleet:
         finally:
             self._updating.discard(index)
 
-    async def _bring_up(self, index: int, swap: Swap) -> dict[str, float]:
+    async def _bring_up(self, index: int, swap: Swap) -> dict[str, Any]:
         role = self._roles.rollout[index]
         try:
             return await self._set_weights(index, role, swap)
@@ -150,20 +152,21 @@ class Fleet:
             ) from error
         log.warning("%s died (%s); starting another one", role.name, brief(error))
 
-    async def _set_weights(self, index: int, role: Role, swap: Swap) -> dict[str, float]:
+    async def _set_weights(self, index: int, role: Role, swap: Swap) -> dict[str, Any]:
         deadline = _DRAIN_DEADLINE_S if swap.mode == "drain" else _WEIGHTS_DEADLINE_S
         async with self._changing(f"weights of rollout-{index}"):  # two at once might arrive the wrong way round
             published = self._roles.published
             assert published is not None
             call = role.actor.set_weights.remote(published.manifest, [published.ref], swap)
             try:
-                acknowledged: dict[str, float] = await asyncio.wait_for(call, deadline)
+                acknowledged: dict[str, Any] = await asyncio.wait_for(call, deadline)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, ray.exceptions.ObjectLostError):  # successors would not find them either
                     raise RunLost(f"the published weights were lost ({brief(error)})") from error
                 raise
         self.versions[index] = published.manifest.version
         self.opening_versions[index] = int(acknowledged["opening_version"])
+        self.nodes[index] = str(acknowledged["node"])
         self.on_version()
         return acknowledged
 

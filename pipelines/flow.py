@@ -54,6 +54,7 @@ class SampleFlow:
         self._roles = roles
         self._drafts = drafts
         self.fleet = Fleet(roles, self._spawn)
+        drafts.nodes = self.fleet.nodes
         self._leases: dict[SampleId, Lease] = {}
         self._indices: dict[GroupKey, set[int]] = {}
         self._in_hand: dict[int, dict[SampleId, int]] = {}
@@ -116,7 +117,7 @@ class SampleFlow:
             number=self._calls,
             assignments=tuple(assignments),
             resumptions=tuple(resumptions),
-            packs=tuple(self._drafts.packs(assignments)),
+            packs=tuple(self._drafts.packs(worker, assignments)),
             row_limit=row_limit,
             drafts=self._drafts.on,
             gate=self._roles.config.speculation.gate,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.queue import Queue
 
+from actors.drafts import node_worker
 from actors.drafts import worker as drafts_worker
 from actors.learner import train_group
 from actors.learner import worker as learner_worker
@@ -52,6 +54,8 @@ class Roles:
     """All actors and queues of one run.
 
     ``home`` is the id of the node that has the run directory, where other nodes do not see it; empty where all do.
+    ``history_node`` is that of the history role, empty while it is not known; ``retrievers`` make the draft packs of
+    other nodes, by node.
     """
 
     config: Config
@@ -66,6 +70,8 @@ class Roles:
     history_queue: Any = None
     published: Published | None = None
     home: str = ""
+    history_node: str = ""
+    retrievers: dict[str, Role] = field(default_factory=dict)
     _history_places: tuple[str | None, str | None] = (None, None)
     _engine_nodes: str = ""
 
@@ -157,6 +163,24 @@ class Roles:
         self.history = self._history(incarnation, recorded)
         return self.history
 
+    async def locate_history(self) -> None:
+        """Learn where the history role runs; it stays unknown when the role dies over the question."""
+        self.history_node = ""
+        if self.history is not None:
+            with suppress(ray.exceptions.RayError):
+                self.history_node = await self.history.actor.node.remote()
+
+    def retriever_on(self, node: str) -> Role:
+        """Return the role that makes the draft packs of a node; one that died there, Ray starts again."""
+        if node not in self.retrievers:
+            name = f"drafts-{node[:8]}"
+            place = {"num_cpus": 0, "label_selector": {_NODE_ID: node}, "max_restarts": -1}
+            actor = self._spawn(
+                node_worker, node_worker.NodeDraftWorker, name, place, node[:8], self.config.speculation
+            )
+            self.retrievers[node] = Role(name, actor)
+        return self.retrievers[node]
+
     def everyone(self) -> list[Role]:
         """All living roles."""
         return [*self.rollout, *self.reward, *[r for r in (self.learner, self.history) if r is not None]]
@@ -176,7 +200,7 @@ class Roles:
 
     def shutdown(self) -> None:
         """Kill what the conductor started; for the end of a run, when nothing is in flight."""
-        for role in self.everyone():
+        for role in (*self.everyone(), *self.retrievers.values()):
             ray.kill(role.actor)
         for queue in (self.reward_queue, self.learner_queue, self.history_queue):
             if queue is not None:

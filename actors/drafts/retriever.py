@@ -7,17 +7,18 @@ was evicted has to be built when a pack is asked for.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from actors.drafts.options import SpeculationOptions
-from actors.drafts.pack import SHARED_KEY, DraftPack, PastAnswer, PastPrompt, build_pack, index_answers
+from actors.drafts.pack import SHARED_KEY, DraftPack, PastAnswer, PastPrompt
+from actors.drafts.prompt_indexes import Indexed, PromptIndexes
 from storage.files import StorageError
 from storage.history.index.nearest import NearestPrompts
-from storage.history.index.suffix_automaton import Automaton
 from storage.history.rows import Answer
 from storage.history.schema import prompt_hash
 from storage.history.store import HistoryStore
@@ -32,6 +33,25 @@ _SHARED_SHARE = 0.25
 _NEAREST = 3
 
 
+Stamp = tuple[int, int]
+"""Says of the answers to a prompt which retriever knows them, and how often it has seen the prompt answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastAnswers:
+    """Answers on their way to another node, a sixth of the size of their indexes.
+
+    Attributes:
+        stamps: Of every prompt that was asked for and has answers, by prompt hash.
+        prompts: Those of them whose answers changed.
+        shared: Answers for the prompts without, as in :func:`actors.drafts.pack.build_pack`.
+    """
+
+    stamps: Mapping[int, Stamp]
+    prompts: Mapping[int, PastPrompt]
+    shared: Mapping[int, Sequence[PastPrompt]] | None
+
+
 class DraftRetriever:
     """One store and the indexes over it. Thread-safe: one thread observes while another one asks for packs."""
 
@@ -40,9 +60,10 @@ class DraftRetriever:
         self._store = store
         self._options = options
         self._lock = threading.RLock()
-        self._indexes: OrderedDict[int, tuple[PastPrompt, Automaton | None]] = OrderedDict()
-        self._bytes = 0
-        self._generation = 0
+        self._indexes = PromptIndexes(options)
+        self._origin = secrets.randbits(62)
+        self._observed: dict[int, int] = {}
+        self._indexing = True
         self._epoch = -1
         self._shared: tuple[int, list[PastPrompt]] | None = None
         self._prompts: dict[int, Int32Array] | None = None
@@ -70,43 +91,60 @@ class DraftRetriever:
             return
         for group in groups:
             with self._lock:
-                self._forget(prompt_hash(group.prompt.token_ids))
-                self._past(group.prompt.token_ids)
+                key = prompt_hash(group.prompt.token_ids)
+                self._observed[key] = self._observed.get(key, 0) + 1
+                self._indexes.forget(key)
+                self._past(group.prompt.token_ids, index=self._indexing)
 
     def pack(self, prompts: Sequence[Int32Array]) -> DraftPack:
         """Return the drafts for some prompts, int32[n] each; prompts that occur twice count once."""
         with self._lock:
-            past: dict[int, tuple[PastPrompt, Automaton | None]] = {}
-            unseen: dict[int, Int32Array] = {}
-            for ids in prompts:
-                key = prompt_hash(ids)
-                if key in past:
-                    continue
-                found = self._past(ids)
-                if found[0].answers:
-                    past[key] = found
-                else:
-                    unseen[key] = ids
-            self._generation += 1
-            return build_pack(
-                [prompt for prompt, _ in past.values()],
-                generation=self._generation,
-                recency=self._options.recency,
-                index=None if self._options.source == "previous_epoch" else self._options.index,
-                order=self._options.order,
-                heat_half_life=self._options.heat_half_life,
+            self._indexing = True
+            past, unseen = self._sorted_out(prompts, index=True)
+            return self._indexes.pack(past.values(), self._shared_answers(unseen))
+
+    def answers(self, prompts: Sequence[Int32Array], known: Mapping[int, Stamp]) -> PastAnswers:
+        """Return the answers in the window to some prompts, for a node that makes its own indexes of them.
+
+        Args:
+            prompts: int32[n] each; those that occur twice count once.
+            known: Stamps of what that node holds, by prompt hash; what has not changed since is left out.
+        """
+        with self._lock:
+            self._indexing = False  # nobody reads the indexes here, until somebody asks for a pack again
+            past, unseen = self._sorted_out(prompts, index=False)
+            stamps = {key: (self._origin, self._observed.get(key, 0)) for key in past}
+            return PastAnswers(
+                stamps=stamps,
+                prompts={key: prompt for key, (prompt, _) in past.items() if known.get(key) != stamps[key]},
                 shared=self._shared_answers(unseen),
-                indexes={key: index for key, (_, index) in past.items() if index is not None},
             )
+
+    def _sorted_out(
+        self, prompts: Sequence[Int32Array], *, index: bool
+    ) -> tuple[dict[int, Indexed], dict[int, Int32Array]]:
+        """Prompts that have answers, with their indexes, and the ids of the others, by prompt hash."""
+        past: dict[int, Indexed] = {}
+        unseen: dict[int, Int32Array] = {}
+        for ids in prompts:
+            key = prompt_hash(ids)
+            if key in past:
+                continue
+            found = self._past(ids, index=index)
+            if found[0].answers:
+                past[key] = found
+            else:
+                unseen[key] = ids
+        return past, unseen
 
     def stats(self) -> dict[str, float]:
         """Indexes held, their memory in bytes, bytes of the store's log, and the store's generation."""
         return {
             "indexes": float(len(self._indexes)),
-            "index_bytes": float(self._bytes),
+            "index_bytes": float(self._indexes.nbytes),
             "wal_bytes": float(self._store.wal_bytes),
             "store_generation": float(self._store.generation),
-            "packs": float(self._generation),
+            "packs": float(self._indexes.generation),
         }
 
     def close(self) -> None:
@@ -123,23 +161,13 @@ class DraftRetriever:
                 self._store.compact(self._options.window)
         self._epoch = max(epoch, self._epoch)
 
-    def _past(self, prompt_ids: Int32Array) -> tuple[PastPrompt, Automaton | None]:
-        """Return the answers to a prompt that are in the window, with their index (None for other kinds of index)."""
-        key = prompt_hash(prompt_ids)
-        held = self._indexes.get(key)
-        if held is not None and np.array_equal(held[0].prompt_ids, prompt_ids):
-            self._indexes.move_to_end(key)
+    def _past(self, prompt_ids: Int32Array, *, index: bool = False) -> Indexed:
+        """Return the answers to a prompt that are in the window, with their index where it is asked for."""
+        held = self._indexes.get(prompt_ids)
+        if held is not None and (held[1] is not None or not index):
             return held
-        prompt = PastPrompt(prompt_ids=prompt_ids, answers=self._answers(prompt_ids))
-        wanted = prompt.answers and self._options.index == "automaton" and self._options.source != "previous_epoch"
-        made = prompt, index_answers([prompt], self._options.recency) if wanted else None
-        if prompt.answers:
-            self._forget(key)
-            self._indexes[key] = made
-            self._bytes += _size(*made)
-            while self._bytes > self._options.index_mb * 1e6 and len(self._indexes) > 1:
-                self._forget(next(iter(self._indexes)))
-        return made
+        prompt = PastPrompt(prompt_ids=prompt_ids, answers=self._answers(prompt_ids)) if held is None else held[0]
+        return self._indexes.put(prompt, index=index)
 
     def _answers(self, prompt_ids: Int32Array) -> list[PastAnswer]:
         """The answers in the window; of each slot the one that may be reused keeps its likeliest tokens."""
@@ -152,11 +180,6 @@ class DraftRetriever:
                 if past[-1].complete:
                     served.add(answer.sample_idx)
         return past
-
-    def _forget(self, key: int) -> None:
-        held = self._indexes.pop(key, None)
-        if held is not None:
-            self._bytes -= _size(*held)
 
     def _shared_answers(self, unseen: dict[int, Int32Array]) -> dict[int, list[PastPrompt]] | None:
         if not unseen or self._options.unseen == "off" or self._options.source in ("off", "previous_epoch"):
@@ -208,9 +231,3 @@ def past_answer(answer: Answer, visit: int, *, keep_top: bool = False) -> PastAn
         top_k=answer.top_k,
         top=answer.top.part(0, end).copy() if keep_top and answer.top is not None else None,
     )
-
-
-def _size(prompt: PastPrompt, index: Automaton | None) -> int:
-    held = sum(answer.token_ids.nbytes + answer.logprobs.nbytes for answer in prompt.answers)
-    held += sum(answer.top.nbytes for answer in prompt.answers if answer.top is not None)
-    return held + (0 if index is None else index.nbytes)

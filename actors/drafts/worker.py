@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,7 +16,7 @@ from storage.records import TRAIN_SPLIT, Int32Array, SamplingParams
 
 if TYPE_CHECKING:
     from actors.drafts.pack import DraftPack
-    from actors.drafts.retriever import DraftRetriever
+    from actors.drafts.retriever import DraftRetriever, PastAnswers, Stamp
     from storage.history.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -116,17 +117,30 @@ class DraftRetrievalWorker:
 
         Waits a little for the groups of ``after_step``, which may still be in the queue.
         """
-        self._ready.wait()
-        if self._retriever is None:
-            return None
-        with self._news:
-            self._news.wait_for(lambda: self._observed >= after_step, _OBSERVE_WAIT_S)
-        return self._retriever.pack(prompts)
+        retriever = self._after(after_step)
+        return None if retriever is None else retriever.pack(prompts)
+
+    @ray.method(concurrency_group="packs")  # type: ignore[untyped-decorator]
+    def answers(self, prompts: list[Int32Array], known: Mapping[int, Stamp], after_step: int) -> PastAnswers | None:
+        """Return what a retriever on another node makes its drafts of; None when no history is kept. Waits likewise."""
+        retriever = self._after(after_step)
+        return None if retriever is None else retriever.answers(prompts, known)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def node(self) -> str:
+        """Ray's id of the node that the packs are made on."""
+        return str(ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def health(self) -> dict[str, float]:
         """Return counters of indexes and store; an empty one without history."""
         return {} if self._retriever is None else self._retriever.stats()
+
+    def _after(self, step: int) -> DraftRetriever | None:
+        self._ready.wait()
+        with self._news:
+            self._news.wait_for(lambda: self._retriever is None or self._observed >= step, _OBSERVE_WAIT_S)
+        return self._retriever
 
     def _prepare(self, store: HistoryStore, options: SpeculationOptions, recorded: int | None) -> None:
         try:

@@ -175,10 +175,11 @@ class RolloutWorker:
             self._loop.abort(running)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def set_weights(self, manifest: WeightsManifest, refs: list[Any], swap: Swap) -> dict[str, float]:
+    def set_weights(self, manifest: WeightsManifest, refs: list[Any], swap: Swap) -> dict[str, Any]:
         """Fetch, verify and activate a snapshot.
 
-        Returns ``version``, ``opening_version`` (of the weights that rows begin under), ``pause_s`` and ``fetch_s``.
+        Returns ``version``, ``opening_version`` (of the weights that rows begin under), ``pause_s``, ``fetch_s`` and
+        ``node``, Ray's id of the node that this runs on.
         """
         started = time.perf_counter()
         buffer = ray.get(refs[0])
@@ -194,6 +195,7 @@ class RolloutWorker:
             "opening_version": opening,
             "pause_s": pause,
             "fetch_s": fetched - started,
+            "node": ray.get_runtime_context().get_node_id(),
         }
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]

@@ -24,7 +24,14 @@ NODE = "node"
 DRIVER = "driver"
 _QUEUE = "queue"
 _PREDICTOR = "predictor"
-_KINDS = {"rollout": "rollout", "reward": "reward", "learner": "learner", "history": "retriever", CONDUCTOR: CONDUCTOR}
+_KINDS = {
+    "rollout": "rollout",
+    "reward": "reward",
+    "learner": "learner",
+    "history": "retriever",
+    "drafts": "retriever",
+    CONDUCTOR: CONDUCTOR,
+}
 _SERVE_SPACE, _SERVE_PREFIX = "serve", "SERVE_REPLICA::"
 _KILL_S = 60.0
 _PAIRS = 0.2

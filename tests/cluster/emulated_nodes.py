@@ -60,12 +60,14 @@ def main(model: Path, folder: Path) -> None:
     scraper = threading.Thread(target=scrape, args=(names, over), daemon=True)
     scraper.start()
     out = io.StringIO()
-    steps = ("run.steps=12", "rollout.pacing.profile=middle")
+    steps = ("run.steps=12", "rollout.pacing.profile=middle", "speculation.source=history", "speculation.gate=always")
     config = small_config(model, folder, "run", *steps, *LABELS, JOINED)
     found["status"] = train(config, name="run", console=Console(file=out, width=200))
     over.set()
     scraper.join(30)
     found |= {"metrics": sorted(names), "output": out.getvalue(), "places": places()}
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    found["drafted"] = sum(record.get("speculation/drafted/prompt", 0.0) for record in records)
     session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
     found["files"] = sorted(str(path.relative_to(session)) for path in (session / "metrics").rglob("*.*"))
     ray.shutdown()

@@ -52,6 +52,13 @@ def test_roles_land_on_the_nodes_that_the_configuration_names(seen: dict[str, An
         assert places[name] == "head", name
 
 
+def test_rollouts_far_from_the_history_draft_from_a_retriever_on_their_own_node(seen: dict[str, Any]) -> None:
+    retrievers = [place for name, place in seen["places"].items() if name.startswith("drafts-")]
+    assert sorted(retrievers) == ["rollout a", "rollout b"]
+    assert seen["places"]["history"] == "head"
+    assert seen["drafted"] > 100
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

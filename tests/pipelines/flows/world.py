@@ -224,7 +224,7 @@ class RolloutActor:
             self.world.errors.append(f"version {version} after {self.version}")
         self.version, self.asleep = version, False
         self.world.swap_mode = mode
-        return {"version": version, "pause_s": 0.0, "opening_version": version}
+        return {"version": version, "pause_s": 0.0, "opening_version": version, "node": "here"}
 
     def _end(self, identity, reason):
         row = self.rows.pop(identity)
@@ -457,7 +457,7 @@ class Run:
         self.source = PromptSource(data.train, shuffle=True, seed=0, epochs=epochs)
         self.ledger = ledger or Ledger(None)
         self.stop = asyncio.Event()
-        drafts = SimpleNamespace(packs=lambda assignments: [], on=True)
+        drafts = SimpleNamespace(packs=lambda worker, assignments: [], on=True)
         self.flow = SampleFlow(self.roles, drafts)
         self.version = self.step = 0
         self.trained_tokens = 0

@@ -1,0 +1,51 @@
+"""Draft packs on a node that has no history of its own: answers come from the run's retriever, indexes are made here.
+
+Indexes take about six times the room of the answers. So answers travel, each version of them once, and every node
+spends its own cores on the indexes that its rollouts read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from actors.drafts.options import SpeculationOptions
+from actors.drafts.pack import DraftPack
+from actors.drafts.prompt_indexes import Indexed, PromptIndexes
+from actors.drafts.retriever import PastAnswers, Stamp
+from storage.history.schema import prompt_hash
+from storage.records import Int32Array
+
+Fetch = Callable[[Mapping[int, Stamp]], PastAnswers | None]
+"""Asks the run's retriever for what changed since some stamps; None where no history is kept."""
+
+
+class NodeRetriever:
+    """Indexes of the prompts that are answered on one node. Not thread-safe."""
+
+    def __init__(self, options: SpeculationOptions) -> None:
+        """Know nothing yet."""
+        self._indexes = PromptIndexes(options)
+        self._stamps: dict[int, Stamp] = {}
+
+    def pack(self, prompts: Sequence[Int32Array], fetch: Fetch) -> DraftPack | None:
+        """Return the drafts for some prompts, int32[n] each; those that occur twice count once."""
+        held: dict[int, Indexed] = {}
+        for ids in prompts:
+            found = self._indexes.get(ids)
+            if found is not None:
+                held[prompt_hash(ids)] = found
+        fresh = fetch({key: self._stamps[key] for key in held})
+        if fresh is None:
+            return None
+        for key, prompt in fresh.prompts.items():
+            held[key] = self._indexes.put(prompt)
+            self._stamps[key] = fresh.stamps[key]
+        return self._indexes.pack([held[key] for key in fresh.stamps], fresh.shared)
+
+    def stats(self) -> dict[str, float]:
+        """Indexes held, their memory in bytes, and packs made."""
+        return {
+            "indexes": float(len(self._indexes)),
+            "index_bytes": float(self._indexes.nbytes),
+            "packs": float(self._indexes.generation),
+        }
