@@ -119,8 +119,10 @@ class Conductor:
         _log_to(self._directory.events)
         context = ray.get_runtime_context()
         if context.was_current_actor_reconstructed:
-            # Only the conductor of a detached run is restarted by Ray, and nobody is there to call it.
-            self._alone = context.current_actor.go_on.options(name="run[conductor]").remote()
+            # Only the conductor of a detached run is restarted by Ray, and nobody is there to call it. Without retries
+            # the call is lost where this process learns that the actor is restarting before it learns that it lives.
+            again = {"name": "run[conductor]", "max_task_retries": -1}
+            self._alone = context.current_actor.go_on.options(**again).remote()
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""

@@ -22,6 +22,11 @@ from tests.runs import small_config, steps_of, trained_keys
 STEPS = 6
 LONG = ("rollout.max_tokens=60", "rollout.max_rows=2", "evaluation.before=false", "evaluation.after=false")
 SAVED = ("checkpoint.every=2", "tracking.tensorboard=true", f"run.steps={STEPS}")
+SLOW = (
+    "import pipelines.driving\n"
+    "from tests.faults.slow_conductor import SlowConductor\n"
+    "pipelines.driving.Conductor = SlowConductor\n"
+)
 
 
 def assert_every_step_counts_once(path, steps=STEPS):
@@ -48,9 +53,16 @@ def test_run_goes_on_after_the_death_of_what_has_no_successor(ray_session, rando
     killer.join(5)
     assert killer.killed is not None
     assert_every_step_counts_once(tmp_path / name)
-    alarms = json.loads((tmp_path / name / "status.json").read_text())["alarms"]
+    status = json.loads((tmp_path / name / "status.json").read_text())
+    alarms = status["alarms"]
     [alarm] = [text for text in alarms if "the run went on from step" in text]
     assert alarm.startswith("the reward queue died" if role == "reward-queue" else "the learner died")
+    last = steps_of(tmp_path / name)[-1]
+    assert last["run/restarts"] == status["restarts"] == 1
+    assert last["run/steps_lost"] == status["steps_lost"]
+    lost = status["steps_lost"]
+    assert lost == 0 if role == "reward-queue" else lost in (0, 1), "a checkpoint every two steps"
+    assert ("finished steps lost: 1" in alarm) == (lost == 1)
 
 
 @pytest.mark.slow
@@ -119,7 +131,8 @@ def test_conductor_that_dies_again_and_again_ends_the_run(ray_session, random_ll
 
 
 def test_conductor_of_a_detached_run_takes_over_from_its_dead_self(ray_session, random_llama, tmp_path):
-    done = python(DETACHED, str(random_llama), str(tmp_path), "alone", "0", *LONG, *SAVED)
+    """Even where Ray has dealt with the call by which it does before it calls the conductor alive."""
+    done = python(SLOW + DETACHED, str(random_llama), str(tmp_path), "alone", "0", *LONG, *SAVED)
     assert done.returncode == 0, done.stderr
     run = pipelines.attach("alone")
     status = until(run, step=3)
