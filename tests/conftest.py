@@ -6,9 +6,13 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests import warm_workers
 
 # Speed is measured by benchmarks: an example that is slow on a busy machine is not wrong.
 settings.register_profile("slipstream", deadline=None)
@@ -63,8 +67,9 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One local Ray for all tests; its workers can import ``tests``."""
+    """One local Ray for all tests; its workers can import ``tests``, and start as forks (see tests.warm_workers)."""
     import ray
+    from ray._private.parameter import RayParams
 
     changed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -73,27 +78,46 @@ def ray_session() -> Iterator[None]:
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_EC2_METADATA_DISABLED": "true",
         "RAY_ADDRESS": None,
+        "PYTHONDONTWRITEBYTECODE": None,  # where it is set, each process would compile our modules anew
     }
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="slipstream-tests-") as folder:
         for name, value in changed.items():
             if value is None:
                 patch.delenv(name, raising=False)
             else:
                 patch.setenv(name, value)
-        for attempt in range(3):
-            try:
-                ray.init(
-                    address="local",
-                    num_cpus=8,
-                    include_dashboard=False,
-                    object_store_memory=200 * 2**20,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-                break
-            except Exception as error:  # Ray raises just that when a busy machine takes more than 30 s for a process
-                if attempt == 2 or "timed out during startup" not in str(error):
-                    raise
-                ray.shutdown()
+        template = warm_workers.Template(Path(folder))
+        patch.setenv(warm_workers.SOCKET, template.address)
+        complete = RayParams.update_if_absent
+
+        def update_if_absent(params: RayParams, **defaults: Any) -> None:
+            if "setup_worker_path" in defaults:
+                defaults["setup_worker_path"] = warm_workers.__file__
+            complete(params, **defaults)
+
+        with patch.context() as starting:
+            starting.setattr(RayParams, "update_if_absent", update_if_absent)
+            _start_ray()
         yield
         ray.shutdown()
+        template.close()
+
+
+def _start_ray() -> None:
+    import ray
+
+    for attempt in range(3):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=8,
+                include_dashboard=False,
+                object_store_memory=200 * 2**20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            break
+        except Exception as error:  # Ray raises just that when a busy machine takes more than 30 s for a process
+            if attempt == 2 or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
