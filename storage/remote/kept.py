@@ -30,7 +30,7 @@ Kind = Literal["views", "fetched"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_AGE_S = 30 * 86400.0
 """A folder that nobody has used for so long goes."""
-MAX_BYTES = 20 << 30
+MAX_BYTES = 20 * 10**9
 """Most that all folders may hold, where that is less than the next number."""
 DISK_SHARE = 0.1
 """Share of the disk that they may hold together."""
