@@ -73,16 +73,16 @@ def _shares(config: Config) -> Iterator[str]:
         if not gpus or not each:
             yield (
                 f"{engine} and {field}: with {_ASKED} they share GPUs, so both need a part of one: for instance "
-                f"{name}=0.6 and learner.num_gpus=0.4"
+                f"{name}=0.9 and learner.num_gpus=0.1"
             )
         elif each <= 0.5:
             yield (
                 f"{engine}: with {_ASKED} two engines would fit on one GPU, and a learner on another; set {name} above "
-                f"0.5, for instance {name}=0.6 and learner.num_gpus=0.4"
+                f"0.5, for instance {name}=0.9 and learner.num_gpus=0.1"
             )
         elif each + gpus > 1 + _EPS:
             least = math.floor((1 - gpus) * 100 + _EPS) / 100
-            choice = f"{name}={least:g}" if least > 0.5 else f"{name}=0.6 and learner.num_gpus=0.4"
+            choice = f"{name}={least:g}" if least > 0.5 else f"{name}=0.9 and learner.num_gpus=0.1"
             yield (
                 f"{engine} + {field} = {each + gpus:g}: with {_ASKED} both share one GPU, so they may take 1 together: "
                 f"set {choice}"

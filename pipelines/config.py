@@ -83,7 +83,7 @@ class ClusterOptions(BaseModel):
         "disaggregated",
         description="disaggregated: rollout engines and learner have hardware of their own; colocated: they share it and "
         "take turns, engines give back the memory of their weights and key/value state while the learner steps. Saves "
-        "memory and costs a reload of the weights in each step. On GPUs set rollout.num_gpus=0.6 and learner.num_gpus=0.4.",
+        "memory and costs a reload of the weights in each step. On GPUs set rollout.num_gpus=0.9 and learner.num_gpus=0.1.",
     )
     wait_for_nodes: bool = Field(
         False,

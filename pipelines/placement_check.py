@@ -47,6 +47,7 @@ def placement_doubts(config: Config, nodes: Sequence[Node]) -> list[str]:
                 f"{left} may not fit beside the others: no node has enough left once they are placed; some actors may "
                 f"wait until cluster.start_deadline_s={config.cluster.start_deadline_s:g} s"
             )
+    doubts += [doubt for need in needs if (doubt := _trap(need, nodes))]
     for need in needs:
         idle = need.cpus_field and not need.cpus and not need.gpus
         if idle and need.count > 1 and sum(matches(need.labels, node) for node in nodes) > 1:
@@ -55,6 +56,27 @@ def placement_doubts(config: Config, nodes: Sequence[Node]) -> list[str]:
                 "reserve nothing; reserve CPUs or GPUs to spread them"
             )
     return doubts
+
+
+def _trap(need: Need, nodes: Sequence[Node]) -> str:
+    """Say that Ray may wait for a part of a GPU on a full node.
+
+    It counts what is left of all GPUs of a node together, and keeps an actor where that would do though no GPU has
+    enough, whatever other nodes have.
+    """
+    if not 0 < need.gpus < 1:
+        return ""
+    alike = math.floor(1 / need.gpus + _EPS)
+    for node in nodes:
+        left = node.gpus * (1 - alike * need.gpus)
+        if matches(need.labels, node) and left + _EPS >= need.gpus and need.count > node.gpus * alike:
+            enough = node.gpus / (node.gpus * alike + 1)
+            return (
+                f"{need.gpus_field}={need.gpus:g}: a node of {node.gpus:g} GPUs that is full of them seems to have "
+                f"{left:.3g} left, and Ray may wait there for ever for another one while other nodes are free; set it "
+                f"above {enough:.3f}"
+            )
+    return ""
 
 
 def table_lines(config: Config, nodes: Sequence[Node]) -> list[str]:

@@ -43,12 +43,12 @@ def config(**sections: Any) -> Config:
         (
             ("rollout.num_gpus=0.6",),
             "rollout.num_gpus=0.6 and learner.num_gpus=0:",
-            "rollout.num_gpus=0.6 and learner.num_gpus=0.4",
+            "rollout.num_gpus=0.9 and learner.num_gpus=0.1",
         ),
         (
             ("learner.num_gpus=1",),
             "rollout.num_gpus=0 and learner.num_gpus=1:",
-            "rollout.num_gpus=0.6 and learner.num_gpus=0.4",
+            "rollout.num_gpus=0.9 and learner.num_gpus=0.1",
         ),
         (
             ("rollout.num_gpus=0.5", "learner.num_gpus=0.5"),
@@ -63,7 +63,7 @@ def config(**sections: Any) -> Config:
         (
             ("rollout.num_gpus=1", "learner.num_gpus=1"),
             "rollout.num_gpus=1 + learner.num_gpus=1 = 2:",
-            "set rollout.num_gpus=0.6 and learner.num_gpus=0.4",
+            "set rollout.num_gpus=0.9 and learner.num_gpus=0.1",
         ),
         (
             ("rollout.num_gpus=0.6", "learner.num_gpus=0.2", "learner.workers=2", "rollout.workers=2"),
@@ -132,8 +132,8 @@ def test_learners_without_an_engine_are_doubtful() -> None:
 
 
 SHARING: dict[str, Any] = {
-    "rollout": {"workers": 2, "num_gpus": 0.6, "num_cpus": 2},
-    "learner": {"num_gpus": 0.4, "num_cpus": 4},
+    "rollout": {"workers": 2, "num_gpus": 0.9, "num_cpus": 2},
+    "learner": {"num_gpus": 0.1, "num_cpus": 4},
 }
 
 
@@ -145,10 +145,32 @@ def test_a_gpu_that_two_roles_share_is_needed_once() -> None:
     assert placement_problems(Config.model_validate(apart), nodes), "on GPUs of their own there is none left"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "trap"),
+    [
+        (0.6, 2, True),
+        (0.7, 2, False),
+        (0.6, 1, False),
+        (0.8, 8, True),
+        (0.9, 8, False),
+        (0.4, 2, True),
+        (0.5, 8, False),
+    ],
+)
+def test_parts_of_which_a_full_node_seems_to_have_one_left_are_doubtful(gpus: float, per_node: int, trap: bool) -> None:
+    """Ray sums what is left of the GPUs of a node, and waits for a part that none of them has."""
+    nodes = [Node(name=name, cpus=64, gpus=per_node, labels={}) for name in "ab"]
+    count = per_node * int(1 / gpus) + 1
+    doubts = placement_doubts(Config.model_validate({"rollout": {"workers": count, "num_gpus": gpus}}), nodes)
+    assert any(doubt.startswith(f"rollout.num_gpus={gpus}: ") for doubt in doubts) is trap
+    fitting = {"rollout": {"workers": count - 1, "num_gpus": gpus}}
+    assert not any("num_gpus" in doubt for doubt in placement_doubts(Config.model_validate(fitting), nodes))
+
+
 def test_the_table_shows_who_takes_turns_on_what() -> None:
     nodes = [Node(name="a", cpus=8, gpus=2, labels={})]
     lines = table_lines(config(**SHARING), nodes)
-    assert any(line.split()[:3] == ["learner,", "beside", "rollout"] and "1 x 0.4 = 0.4" in line for line in lines)
+    assert any(line.split()[:3] == ["learner,", "beside", "rollout"] and "1 x 0.1 = 0.1" in line for line in lines)
     assert lines[-1] == "cluster.placement=colocated: rollout and learner take turns on 2 GPUs"
     assert table_lines(config(), nodes)[-1].endswith("take turns on the same CPUs and memory")
     assert not any("turns" in line for line in table_lines(Config(), nodes))
