@@ -113,6 +113,10 @@ def export(run: Path, to: Path, console: Console) -> None:
         raise UserError(f"--to {to}: the name must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
     if not to.absolute().parent.is_dir():
         raise UserError(f"--to {to}: the folder {to.absolute().parent} does not exist")
+    if to.resolve().is_relative_to(run.resolve()):
+        raise UserError(
+            f"--to {to}: that lies in the run directory, whose files belong to the run; choose another folder"
+        )
     with _open(run) as store:
         schema = store.schema
         with atomic_file(to) as temporary:

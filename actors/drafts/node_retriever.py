@@ -7,11 +7,12 @@ spends its own cores on the indexes that its rollouts read where they lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from actors.drafts.options import SpeculationOptions
-from actors.drafts.pack import DraftPack
-from actors.drafts.prompt_indexes import Indexed, PromptIndexes
-from actors.drafts.retriever import PastAnswers, Stamp
+from actors.drafts.pack import SHARED_KEY, DraftPack
+from actors.drafts.prompt_indexes import Indexed, PromptIndexes, Stamp
+from actors.drafts.retriever import PastAnswers
 from storage.history.schema import prompt_hash
 from storage.records import Int32Array
 
@@ -34,11 +35,15 @@ class NodeRetriever:
             found = self._indexes.get(ids)
             if found is not None:
                 held[prompt_hash(ids)] = found
-        fresh = fetch({key: self._stamps[key] for key in held})
+        known = {key: self._stamps[key] for key in held}
+        if self._indexes.shared_stamp is not None:
+            known[SHARED_KEY] = self._indexes.shared_stamp
+        fresh = fetch(known)
         if fresh is None:
             return None
         for key, prompt in fresh.prompts.items():
-            held[key] = self._indexes.put(prompt)
+            # What comes out of the object store is a view of all that came at once, and would keep it there.
+            held[key] = self._indexes.put(replace(prompt, answers=[answer.copy() for answer in prompt.answers]))
             self._stamps[key] = fresh.stamps[key]
         return self._indexes.pack([held[key] for key in fresh.stamps], fresh.shared)
 

@@ -7,7 +7,7 @@ by hash; a second, independent hash tells two prompts apart that share the first
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +66,11 @@ class PastAnswer:
     def complete(self) -> bool:
         """Whether it can be reused as a whole; aborted and failed ones cannot."""
         return self.finish_reason in ("stop", "length") and len(self.token_ids) > 0
+
+    def copy(self) -> PastAnswer:
+        """Return the same answer in memory of its own."""
+        top = None if self.top is None else self.top.copy()
+        return replace(self, token_ids=self.token_ids.copy(), logprobs=self.logprobs.copy(), top=top)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +222,7 @@ def build_pack(
     heat_half_life: float = 2.0,
     shared: Mapping[int, Sequence[PastPrompt]] | None = None,
     indexes: Mapping[int, Automaton] | None = None,
+    shared_indexes: Mapping[int, Automaton] | None = None,
 ) -> DraftPack:
     """Index the earlier answers of some prompts.
 
@@ -231,6 +237,7 @@ def build_pack(
         shared: Answers to index for prompts without history, by ``SHARED_KEY`` (for all of them) or by the hash of the
             prompt that they are to serve.
         indexes: Automata that exist already, by prompt hash; the others are built.
+        shared_indexes: Automata of ``shared`` that exist already, in its place.
 
     Raises:
         UserError: A prompt occurs twice, an answer's arrays differ in length, or its ids cannot be indexed.
@@ -260,13 +267,14 @@ def build_pack(
         for key in answered
         if index == "automaton"
     }
+    shared_automata = dict(shared_indexes or {}) or {k: index_answers(v, recency) for k, v in (shared or {}).items()}
     return DraftPack(
         generation=generation,
         prompts=np.array(keys, np.uint64),
         checks=np.array([prompt_check(owners[key].prompt_ids) for key in keys], np.uint64),
         automata=AutomatonSet.pack(automata),
         previous=PreviousAnswers.of([owners[key] for key in keys]),
-        shared=None if shared is None else AutomatonSet.pack({k: index_answers(v, recency) for k, v in shared.items()}),
+        shared=None if not shared and not shared_indexes else AutomatonSet.pack(shared_automata),
         tables={
             key: _table(owners[key], index, order, heat_half_life)
             for key in answered

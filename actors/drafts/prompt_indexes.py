@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +16,22 @@ from storage.records import Int32Array
 
 Indexed = tuple[PastPrompt, Automaton | None]
 """A prompt with its answers, and their index; None for kinds of index that a pack makes itself."""
+
+Stamp = tuple[int, int]
+"""Says of some answers which retriever knows them, and its count of their changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Answers for prompts without any of their own.
+
+    Attributes:
+        answers: As ``shared`` of :func:`actors.drafts.pack.build_pack`.
+        stamp: Equal stamps stand for equal answers, which need not be given again; ``None`` for answers of one pack.
+    """
+
+    answers: Mapping[int, Sequence[PastPrompt]]
+    stamp: Stamp | None = None
 
 
 class PromptIndexes:
@@ -30,6 +47,7 @@ class PromptIndexes:
         self._options = options
         self._held: OrderedDict[int, Indexed] = OrderedDict()
         self._generation = 0
+        self._shared: tuple[Stamp, dict[int, Automaton]] | None = None
 
     def __len__(self) -> int:
         return len(self._held)
@@ -68,8 +86,24 @@ class PromptIndexes:
         if held is not None:
             self.nbytes -= _size(*held)
 
-    def pack(self, chosen: Iterable[Indexed], shared: Mapping[int, Sequence[PastPrompt]] | None) -> DraftPack:
-        """Make a pack of prompts, each of them once; ``shared`` as in :func:`build_pack`."""
+    @property
+    def shared_stamp(self) -> Stamp | None:
+        """Stamp of the shared answers whose indexes are held."""
+        return None if self._shared is None else self._shared[0]
+
+    def share(self, shared: Shared | None) -> dict[int, Automaton]:
+        """Return the indexes of shared answers; those with a stamp are made once."""
+        if shared is None:
+            return {}
+        if shared.stamp is not None and self._shared is not None and self._shared[0] == shared.stamp:
+            return self._shared[1]
+        made = {key: index_answers(answers, self._options.recency) for key, answers in shared.answers.items()}
+        if shared.stamp is not None:
+            self._shared = shared.stamp, made
+        return made
+
+    def pack(self, chosen: Iterable[Indexed], shared: Shared | None) -> DraftPack:
+        """Make a pack of prompts, each of them once, with an index of the shared answers."""
         options, found = self._options, list(chosen)
         self._generation += 1
         return build_pack(
@@ -79,7 +113,7 @@ class PromptIndexes:
             index=None if options.source == "previous_epoch" else options.index,
             order=options.order,
             heat_half_life=options.heat_half_life,
-            shared=shared,
+            shared_indexes=self.share(shared),
             indexes={prompt_hash(prompt.prompt_ids): index for prompt, index in found if index is not None},
         )
 

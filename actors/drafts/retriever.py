@@ -16,8 +16,9 @@ import numpy as np
 
 from actors.drafts.options import SpeculationOptions
 from actors.drafts.pack import SHARED_KEY, DraftPack, PastAnswer, PastPrompt
-from actors.drafts.prompt_indexes import Indexed, PromptIndexes
+from actors.drafts.prompt_indexes import Indexed, PromptIndexes, Shared, Stamp
 from storage.files import StorageError
+from storage.history.index.construction import VOCABULARY
 from storage.history.index.nearest import NearestPrompts
 from storage.history.rows import Answer
 from storage.history.schema import prompt_hash
@@ -33,10 +34,6 @@ _SHARED_SHARE = 0.25
 _NEAREST = 3
 
 
-Stamp = tuple[int, int]
-"""Says of the answers to a prompt which retriever knows them, and how often it has seen the prompt answered."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastAnswers:
     """Answers on their way to another node, a sixth of the size of their indexes.
@@ -44,12 +41,12 @@ class PastAnswers:
     Attributes:
         stamps: Of every prompt that was asked for and has answers, by prompt hash.
         prompts: Those of them whose answers changed.
-        shared: Answers for the prompts without, as in :func:`actors.drafts.pack.build_pack`.
+        shared: Answers for the prompts without; none in it where the node has those of its stamp.
     """
 
     stamps: Mapping[int, Stamp]
     prompts: Mapping[int, PastPrompt]
-    shared: Mapping[int, Sequence[PastPrompt]] | None
+    shared: Shared | None
 
 
 class DraftRetriever:
@@ -65,7 +62,7 @@ class DraftRetriever:
         self._observed: dict[int, int] = {}
         self._indexing = True
         self._epoch = -1
-        self._shared: tuple[int, list[PastPrompt]] | None = None
+        self._shared: Shared | None = None
         self._prompts: dict[int, Int32Array] | None = None
         self._nearest: NearestPrompts | None = None
         self.failure = ""
@@ -95,6 +92,9 @@ class DraftRetriever:
                 self._observed[key] = self._observed.get(key, 0) + 1
                 self._indexes.forget(key)
                 self._past(group.prompt.token_ids, index=self._indexing)
+        if self._options.unseen == "global" and self._indexing:
+            with self._lock:
+                self._indexes.share(self._recent())
 
     def pack(self, prompts: Sequence[Int32Array]) -> DraftPack:
         """Return the drafts for some prompts, int32[n] each; prompts that occur twice count once."""
@@ -108,16 +108,20 @@ class DraftRetriever:
 
         Args:
             prompts: int32[n] each; those that occur twice count once.
-            known: Stamps of what that node holds, by prompt hash; what has not changed since is left out.
+            known: Stamps of what that node holds, by prompt hash and, of the shared answers, under ``SHARED_KEY``; what
+                has not changed since is left out.
         """
         with self._lock:
             self._indexing = False  # nobody reads the indexes here, until somebody asks for a pack again
             past, unseen = self._sorted_out(prompts, index=False)
             stamps = {key: (self._origin, self._observed.get(key, 0)) for key in past}
+            shared = self._shared_answers(unseen)
+            if shared is not None and shared.stamp is not None and shared.stamp == known.get(SHARED_KEY):
+                shared = Shared({}, shared.stamp)
             return PastAnswers(
                 stamps=stamps,
                 prompts={key: prompt for key, (prompt, _) in past.items() if known.get(key) != stamps[key]},
-                shared=self._shared_answers(unseen),
+                shared=shared,
             )
 
     def _sorted_out(
@@ -170,22 +174,29 @@ class DraftRetriever:
         return self._indexes.put(prompt, index=index)
 
     def _answers(self, prompt_ids: Int32Array) -> list[PastAnswer]:
-        """The answers in the window; of each slot the one that may be reused keeps its likeliest tokens."""
+        """The answers in the window; of each slot the one that may be reused keeps its likeliest tokens.
+
+        Tokens that no index holds cost the answer that they are in, or the prompt, its drafts, and nobody else's.
+        """
         served: set[int] = set()
         past: list[PastAnswer] = []
+        if not _indexable(prompt_ids):
+            return past
         for age, visit in enumerate(self._store.visits(prompt_ids, self._options.window)):
             for answer in visit:
+                if not _indexable(answer.tokens):
+                    continue
                 keep_top = self._options.top_tokens > 0 and answer.sample_idx not in served
                 past.append(past_answer(answer, age, keep_top=keep_top))
                 if past[-1].complete:
                     served.add(answer.sample_idx)
         return past
 
-    def _shared_answers(self, unseen: dict[int, Int32Array]) -> dict[int, list[PastPrompt]] | None:
+    def _shared_answers(self, unseen: dict[int, Int32Array]) -> Shared | None:
         if not unseen or self._options.unseen == "off" or self._options.source in ("off", "previous_epoch"):
             return None
         if self._options.unseen == "global":
-            return {SHARED_KEY: self._recent()}
+            return self._recent()
         near = self._nearest_prompts()
         if near is None or self._prompts is None:
             return None
@@ -194,20 +205,23 @@ class DraftRetriever:
             neighbours = [self._past(self._prompts[int(other)])[0] for other in near.nearest(ids, _NEAREST)[0]]
             if neighbours := [prompt for prompt in neighbours if prompt.answers]:
                 shared[key] = neighbours
-        return shared or None
+        return Shared(shared) if shared else None
 
-    def _recent(self) -> list[PastPrompt]:
+    def _recent(self) -> Shared:
         """The newest answers to any prompt, as much as the shared index may hold; read once per change of the store."""
-        if self._shared is None or self._shared[0] != self._store.wal_bytes + self._store.generation:
+        stamp = self._origin, self._store.wal_bytes + self._store.generation
+        if self._shared is None or self._shared.stamp != stamp:
             most = int(self._options.index_mb * 1e6 * _SHARED_SHARE / _BYTES_PER_TOKEN)
-            answers = [past_answer(answer, 0) for answer in self._store.recent_answers(most)]
+            answers = [
+                past_answer(answer, 0) for answer in self._store.recent_answers(most) if _indexable(answer.tokens)
+            ]
             nobody = PastPrompt(prompt_ids=np.zeros(0, np.int32), answers=answers)
-            self._shared = self._store.wal_bytes + self._store.generation, [nobody]
-        return self._shared[1]
+            self._shared = Shared({SHARED_KEY: [nobody]}, stamp)
+        return self._shared
 
     def _nearest_prompts(self) -> NearestPrompts | None:
         if self._prompts is None or self._nearest is None or len(self._prompts) < len(self._indexes):
-            self._prompts = {key: ids.copy() for key, ids in self._store.prompts()}
+            self._prompts = {key: ids.copy() for key, ids in self._store.prompts() if _indexable(ids)}
             self._nearest = NearestPrompts.build(self._prompts) if self._prompts else None
         return self._nearest
 
@@ -231,3 +245,7 @@ def past_answer(answer: Answer, visit: int, *, keep_top: bool = False) -> PastAn
         top_k=answer.top_k,
         top=answer.top.part(0, end).copy() if keep_top and answer.top is not None else None,
     )
+
+
+def _indexable(tokens: Int32Array) -> bool:
+    return not len(tokens) or (int(tokens.min()) >= 0 and int(tokens.max()) < VOCABULARY)

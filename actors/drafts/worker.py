@@ -16,7 +16,8 @@ from storage.records import TRAIN_SPLIT, Int32Array, SamplingParams
 
 if TYPE_CHECKING:
     from actors.drafts.pack import DraftPack
-    from actors.drafts.retriever import DraftRetriever, PastAnswers, Stamp
+    from actors.drafts.prompt_indexes import Stamp
+    from actors.drafts.retriever import DraftRetriever, PastAnswers
     from storage.history.store import HistoryStore
 
 log = logging.getLogger(__name__)

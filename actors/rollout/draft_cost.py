@@ -10,6 +10,7 @@ Automatica 36, 2000), so what drafting steps have taught survives a phase withou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,9 +95,9 @@ class CostFit:
         return self._cost
 
     def observe(self, stats: StepStats) -> None:
-        """Learn from one step; steps without a token are ignored."""
+        """Learn from one step; one without a token, or of a time that is none, is ignored."""
         seconds = stats.paced_seconds
-        if not stats.tokens or seconds <= 0:
+        if not stats.tokens or not 0 < seconds < math.inf:
             return
         ragged = stats.prefill_tokens > 0 or stats.drafted > 0
         feature = (float(stats.passes), float(stats.rows), float(stats.tokens), float(ragged))

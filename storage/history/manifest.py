@@ -6,6 +6,7 @@ commits a new manifest has put the rows of the old log into a segment, so the ol
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from storage.history.rows import PLAIN_VERSION, TOP_VERSION
 from storage.journal import decode_line, encode_line
 
 _FILE = "MANIFEST.json"
+_SEGMENT_NAME = re.compile(r"\d{6,}\.arrow")
 
 
 class HistoryError(StorageError):
@@ -126,13 +128,17 @@ def read_manifest(directory: Path, tokenizer_fingerprint: int | None) -> Manifes
             f"{path} has schema version {version}, this program reads {PLAIN_VERSION} and {TOP_VERSION}: use the "
             f"version that wrote it, or move {directory} away to begin a new history"
         )
-    found = int(record["tokenizer_fp"], 16)
+    try:
+        manifest = _manifest(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise HistoryError(f"{path} is no manifest of a history ({type(error).__name__}: {error}): {advice}") from error
+    found = manifest.tokenizer_fingerprint
     if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
         raise HistoryError(
             f"{directory} was written with tokenizer {found:016x}, this model has {tokenizer_fingerprint:016x}: its "
             f"tokens mean something else; move it away to begin a new history, or go back to that model"
         )
-    return Manifest(record["generation"], found, tuple(_segment(part) for part in record["segments"]), version)
+    return manifest
 
 
 def manifest_size(directory: Path) -> int:
@@ -141,5 +147,30 @@ def manifest_size(directory: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def _manifest(record: Mapping[str, Any]) -> Manifest:
+    """Raises ``KeyError``, ``TypeError`` or ``ValueError`` for what no writer of ours has written."""
+    manifest = Manifest(
+        generation=record["generation"],
+        tokenizer_fingerprint=int(record["tokenizer_fp"], 16),
+        segments=tuple(_segment(part) for part in record["segments"]),
+        schema_version=record["schema_version"],
+    )
+    if type(manifest.generation) is not int or manifest.generation < 1:
+        raise ValueError(f"generation {manifest.generation!r}")
+    return manifest
+
+
 def _segment(record: Mapping[str, Any]) -> SegmentEntry:
-    return SegmentEntry(**{**record, "blocks": tuple(BlockEntry(*block) for block in record["blocks"])})
+    segment = SegmentEntry(**{**record, "blocks": tuple(BlockEntry(*block) for block in record["blocks"])})
+    if not _SEGMENT_NAME.fullmatch(segment.name):
+        raise ValueError(f"segment name {segment.name!r}")
+    numbers = [segment.nbytes, segment.first_step, segment.last_step]
+    place = 0
+    for block in segment.blocks:
+        numbers += [block.offset, block.end, block.first_hash, block.last_hash, block.rows, block.tokens]
+        if any(type(number) is not int for number in numbers) or not place <= block.offset < block.end:
+            raise ValueError(f"blocks of segment {segment.name}")
+        place = block.end
+    if not segment.blocks:
+        raise ValueError(f"no blocks in segment {segment.name}")
+    return segment

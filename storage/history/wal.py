@@ -43,7 +43,11 @@ class _Frame(NamedTuple):
 
 
 class WriteAheadLog:
-    """One log, read by any process and written by one. Its batches are mapped, so memory does not grow with it."""
+    """One log, read by any process and written by one.
+
+    The writer maps its batches, so that its memory does not grow with the log. A reader copies them: the writer may
+    take back what it has just written, and a map of bytes that are gone ends a process without a word.
+    """
 
     def __init__(self, path: Path, schema: Any) -> None:
         """Read the log at ``path`` as far as it goes; a missing one is empty. Raises ``StorageError``."""
@@ -56,6 +60,7 @@ class WriteAheadLog:
         self._runs: defaultdict[int, list[Block]] = defaultdict(list)
         self._mapped = memoryview(b"")
         self._file: AppendFile | None = None
+        self._owned = False
         self._end = 0
         self.refresh()
 
@@ -95,7 +100,8 @@ class WriteAheadLog:
 
         Raises ``StorageError``.
         """
-        self.refresh()
+        self._owned = True
+        self._read_anew()
         file = AppendFile(self.path)
         if file.size > self._end:
             logger.warning("%s: %d bytes behind the last whole batch are dropped", self.path, file.size - self._end)
@@ -119,10 +125,8 @@ class WriteAheadLog:
         if nbytes < self._end:
             with suppress(StorageError):
                 self._file.truncate(nbytes)
-        self._end = 0
-        self.blocks, self.notes, self._runs = [], [], defaultdict(list)
         file, self._file = self._file, None
-        self.refresh()
+        self._read_anew()
         self._file = file
 
     def sync(self) -> None:
@@ -135,6 +139,12 @@ class WriteAheadLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _read_anew(self) -> None:
+        self._end = 0
+        self.blocks, self.notes, self._runs = [], [], defaultdict(list)
+        self._mapped = memoryview(b"")
+        self.refresh()
 
     def _scan(self, descriptor: int, size: int) -> None:
         start = 0
@@ -160,11 +170,15 @@ class WriteAheadLog:
     def _add(self, start: int, end: int, rows: Rows | None) -> None:
         block = Block(self._name(start, end), lambda: self._view(start, end), "", self._schema)
         self.blocks.append(block)
-        rows = rows or block.load()
+        rows = rows or block.load()  # a reader has its copy now, right behind the check
         for hash_ in dict.fromkeys(rows.hashes.tolist()) if rows is not None else ():
             self._runs[hash_].append(block)
 
     def _view(self, start: int, end: int) -> memoryview | None:
+        if not self._owned:
+            with self.path.open("rb") as source:
+                copy = _read(source.fileno(), start, end - start)
+            return memoryview(copy) if len(copy) == end - start else None
         if self._mapped.nbytes < end:
             self._mapped = map_file(self.path)
         return self._mapped[start:end] if end <= self._mapped.nbytes else None

@@ -181,6 +181,15 @@ def test_an_export_that_cannot_be_written_says_why(run: Path, tmp_path: Path, na
     assert message in str(error)
 
 
+@pytest.mark.parametrize("name", ["ledger.jsonl", "history/segments/000002.arrow", "new.parquet"])
+def test_an_export_never_lands_among_the_files_of_a_run(run: Path, name: str) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    _, _, error = call("export", str(run), "--to", str(run / name))
+    assert isinstance(error, UserError)
+    assert "choose another folder" in str(error)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 def test_verify_is_content_with_a_sound_history(run: Path) -> None:
     status, output, _ = call("verify", str(run))
     assert status == 0

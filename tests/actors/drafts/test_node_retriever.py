@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 from actors.drafts.node_retriever import NodeRetriever
 from actors.drafts.options import SpeculationOptions
 from actors.drafts.pack import DraftPack
-from actors.drafts.retriever import DraftRetriever, PastAnswers, Stamp
+from actors.drafts.prompt_indexes import Stamp
+from actors.drafts.retriever import DraftRetriever, PastAnswers
+from storage.history.schema import prompt_hash
 from storage.history.store import HistoryStore
 from storage.records import Group, GroupKey, Int32Array, Prompt, Sample, SamplingParams, Segment
 
@@ -142,4 +145,57 @@ def test_the_runs_retriever_makes_no_indexes_while_others_do(tmp_path: Path) -> 
     assert home.stats()["index_bytes"] < indexed, "two visits without an index are smaller than one with"
     assert home.pack([prompt(1)]).automata.nbytes > 0
     assert home.stats()["index_bytes"] > indexed
+    home.close()
+
+
+def test_shared_answers_travel_and_are_indexed_once_until_they_change(tmp_path: Path) -> None:
+    options = SpeculationOptions(source="history", unseen="global")
+    home = DraftRetriever(HistoryStore(tmp_path, 1), options)
+    home.observe(1, [visit(0, index, tokens=300) for index in range(6)], SAMPLING)
+    node = Node(home, options)
+    first, sent = node.pack(50), node.bytes
+    again = node.pack(51)
+    assert node.bytes < sent / 20
+    assert first.shared is not None
+    assert again.shared is not None
+    assert np.array_equal(first.shared.next_token, again.shared.next_token)
+    local = home.pack([prompt(52)])
+    assert local.shared is not None
+    assert np.array_equal(local.shared.next_token, first.shared.next_token)
+    home.observe(2, [visit(1, 1, tokens=300)], SAMPLING)
+    changed = node.pack(53)
+    assert changed.shared is not None
+    assert len(changed.shared.next_token) > len(first.shared.next_token)
+    home.close()
+
+
+def test_what_a_node_keeps_holds_nothing_else_in_memory(tmp_path: Path) -> None:
+    options = SpeculationOptions(source="history")
+    home = DraftRetriever(HistoryStore(tmp_path, 1), options)
+    home.observe(1, [visit(0, 1)], SAMPLING)
+    arrived = pickle.loads(pickle.dumps(home.answers([prompt(1)], {}), protocol=5))
+    whole = np.concatenate([answer.token_ids for answer in arrived.prompts[prompt_hash(prompt(1))].answers])
+    past = arrived.prompts[prompt_hash(prompt(1))]
+    views = [replace(a, token_ids=whole[40 * i : 40 * i + 40]) for i, a in enumerate(past.answers)]
+    arrived = replace(arrived, prompts={prompt_hash(prompt(1)): replace(past, answers=views)})
+    node = NodeRetriever(options)
+    node.pack([prompt(1)], lambda known: arrived)
+    held = node._indexes.get(prompt(1))
+    assert held is not None
+    assert all(answer.token_ids.base is None and answer.logprobs.base is None for answer in held[0].answers)
+    home.close()
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 20])
+@pytest.mark.parametrize("unseen", ["off", "global", "nearest"])
+def test_a_token_that_no_index_holds_costs_its_own_answer_only(tmp_path: Path, bad: int, unseen: str) -> None:
+    options = SpeculationOptions(source="history", unseen=unseen)  # type: ignore[arg-type]
+    home = DraftRetriever(HistoryStore(tmp_path, 1), options)
+    spoilt = visit(0, 1)
+    spoilt.samples[2].segments[0].token_ids[5] = bad
+    home.observe(1, [spoilt, visit(0, 2)], SAMPLING)
+    made = home.pack([prompt(2), prompt(1), prompt(77)])
+    assert home.failure == ""
+    assert np.diff(made.previous.starts).tolist() == [40] * 7
+    assert len(made.automata) == 2
     home.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,16 @@ def test_one_slow_first_step_and_later_outliers_do_not_spoil_the_fit() -> None:
         fit.observe(clean if i % 25 else step(clean.rows, clean.drafted, seconds=30 * clean.seconds))
     assert fit.cost is not None
     assert fit.cost.plain(32) == pytest.approx(TRUE.plain(32), rel=0.1)
+
+
+@pytest.mark.parametrize("absurd", [math.nan, math.inf, -math.inf, -1.0, 0.0])
+@pytest.mark.parametrize("at", [0, 20])
+def test_a_time_that_is_none_is_ignored(absurd: float, at: int) -> None:
+    fit = CostFit()
+    for i in range(60):
+        fit.observe(step(8, seconds=absurd) if i == at else step(8))
+    assert fit.cost is not None
+    assert fit.cost.plain(8) == pytest.approx(TRUE.plain(8), rel=0.02)
 
 
 def test_without_drafts_the_plain_pass_is_right_and_the_token_keeps_its_prior() -> None:

@@ -314,6 +314,51 @@ def test_an_append_in_parts_is_taken_back_as_a_whole(tmp_path: Path, monkeypatch
         assert contents(store) == expected(appended)
 
 
+def test_a_reader_outlives_what_the_writer_takes_back_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of a step is visible before the disk refuses the second; a map of it would end the reader."""
+    monkeypatch.setattr(store_module, "_BATCH_TOKENS", 20)
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from storage.history.store import HistoryStore\n"
+        "from tests.storage.history.answers import contents\n"
+        "store = HistoryStore(Path(sys.argv[1]), None)\n"
+        "print('open', len(store.blocks()), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print('read', len(contents(store)), flush=True)\n"
+    )
+    with HistoryStore(tmp_path, FINGERPRINT) as store:
+        fill(store, [0])
+        before = len(store.blocks())
+        original, calls = os.write, [0]
+        readers: list[subprocess.Popen[str]] = []
+
+        def refuse(descriptor: int, data: bytes) -> int:
+            calls[0] += 1
+            if calls[0] == 3:
+                readers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", script, str(tmp_path)],
+                        cwd=ROOT,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+                assert readers[0].stdout is not None
+                assert readers[0].stdout.readline().strip() == f"open {before + 2}"
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(descriptor, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, "write", refuse)
+            with pytest.raises(HistoryError, match="free space"):
+                fill(store, [1], prompts=5)
+        output, _ = readers[0].communicate("go\n", timeout=60)
+        assert readers[0].returncode == 0
+        assert output.startswith("read ")
+
+
 def test_a_killed_writer_loses_nothing_that_it_had_synced(tmp_path: Path) -> None:
     script = (
         "import sys\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -161,6 +162,33 @@ def test_a_store_of_another_schema_version_is_refused(directory: Path, appended:
     path = directory / "MANIFEST.json"
     path.write_bytes(encode_line({**decode_line(path.read_bytes()), "schema_version": 99}))
     with pytest.raises(HistoryError, match="schema version 99, this program reads 1"):
+        HistoryStore(directory, FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"generation": None},
+        {"generation": "3"},
+        {"tokenizer_fp": "zz"},
+        {"segments": [{}]},
+        {"segments": 7},
+        {"name": "../../../etc/passwd"},
+        {"blocks": []},
+        {"blocks": [[0, 8]]},
+        {"blocks": [[8, 0, "", 0, 0, 1, 1]]},
+        {"nbytes": "many"},
+    ],
+)
+def test_a_manifest_of_something_else_is_an_error_that_says_what_to_do(
+    directory: Path, appended: dict[int, list[Group]], wrong: dict[str, Any]
+) -> None:
+    path = directory / "MANIFEST.json"
+    record = decode_line(path.read_bytes())
+    known = record if wrong.keys() <= record.keys() else record["segments"][0]
+    known |= wrong
+    path.write_bytes(encode_line(record))
+    with pytest.raises(HistoryError, match=r"is no manifest of a history .*move .*history away"):
         HistoryStore(directory, FINGERPRINT)
 
 
