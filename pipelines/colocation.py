@@ -87,13 +87,8 @@ def _shares(config: Config) -> Iterator[str]:
                 f"{engine} + {field} = {each + gpus:g}: with {_ASKED} both share one GPU, so they may take 1 together: "
                 f"set {choice}"
             )
-        elif learner.workers > 1 and each + 2 * gpus <= 1 + _EPS:
-            yield (
-                f"{engine} + 2 x {field} = {each + 2 * gpus:g}: with {_ASKED} two of learner.workers={learner.workers} "
-                f"would fit beside one engine; set learner.num_gpus={1 - each:g}, the rest of its GPU"
-            )
-    if gpus and learner.workers > max(1, config.rollout.workers):
+    if gpus and learner.workers > 1:
         yield (
-            f"learner.workers={learner.workers} exceeds rollout.workers={config.rollout.workers}: with {_ASKED} each "
-            f"learner shares the GPU of an engine; set learner.workers={config.rollout.workers}, or start more engines"
+            f"learner.workers={learner.workers} with {_ASKED} and {field}: Ray places a group of learners apart "
+            "from engines, and even two on one GPU; set learner.workers=1, or cluster.placement=disaggregated"
         )

@@ -200,7 +200,7 @@ def _conflicts(config: Config) -> list[str]:
         reward_timeout_s=config.reward.timeout_s,
         lag=config.asynchrony.lag,
     )
-    problems += config.learner.conflicts(beside_engines=config.colocated)
+    problems += config.learner.conflicts()
     problems += colocation_conflicts(config)
     parallel = config.schedule.pools.long.tensor_parallel
     if parallel > 1 and rollout.engine == "torch":

@@ -180,11 +180,8 @@ class LearnerOptions(BaseModel):
         1800.0, gt=0, description="Longest time one step may take before a stall report. Unit: seconds."
     )
 
-    def conflicts(self, *, beside_engines: bool = False) -> list[str]:
-        """Return one sentence for every setting with which several workers could not exchange gradients.
-
-        With ``beside_engines`` a part of a GPU is one whose rest an engine has, so no two of them share it.
-        """
+    def conflicts(self) -> list[str]:
+        """Return one sentence for every setting with which several workers could not exchange gradients."""
         if self.workers == 1:
             return []
         problems = []
@@ -198,7 +195,7 @@ class LearnerOptions(BaseModel):
                 f"{who} with learner.device=cpu and learner.num_gpus={self.num_gpus:g}: set learner.num_gpus=0, or "
                 "learner.device=auto"
             )
-        if self.device != "cpu" and self.num_gpus != int(self.num_gpus) and not beside_engines:
+        if self.device != "cpu" and self.num_gpus != int(self.num_gpus):
             problems.append(
                 f"{who} with learner.num_gpus={self.num_gpus:g}: learners that share a GPU cannot exchange gradients over "
                 "NCCL; reserve a whole GPU for each, or use one worker"

@@ -66,14 +66,9 @@ def config(**sections: Any) -> Config:
             "set rollout.num_gpus=0.9 and learner.num_gpus=0.1",
         ),
         (
-            ("rollout.num_gpus=0.6", "learner.num_gpus=0.2", "learner.workers=2", "rollout.workers=2"),
-            "two of learner.workers=2 would fit beside one engine",
-            "set learner.num_gpus=0.4",
-        ),
-        (
-            ("rollout.num_gpus=0.6", "learner.num_gpus=0.4", "learner.workers=3", "rollout.workers=2"),
-            "learner.workers=3 exceeds rollout.workers=2",
-            "set learner.workers=2",
+            ("rollout.num_gpus=0.9", "learner.num_gpus=0.1", "learner.workers=2", "rollout.workers=2"),
+            "learner.workers=2 with cluster.placement=colocated and learner.num_gpus=0.1",
+            "set learner.workers=1",
         ),
         (
             (
@@ -106,7 +101,7 @@ def test_what_does_not_go_with_taking_turns_is_refused_with_the_nearest_choice(
         ("rollout.workers=4",),
         ("rollout.num_gpus=0.6", "learner.num_gpus=0.4"),
         ("rollout.num_gpus=0.7", "learner.num_gpus=0.3", "rollout.workers=8"),
-        ("rollout.num_gpus=0.6", "learner.num_gpus=0.4", "rollout.workers=8", "learner.workers=8"),
+        ("rollout.workers=2", "learner.workers=2"),
         ("rollout.num_gpus=0.6", "learner.num_gpus=0.4", "rollout.labels={zone: a}", "learner.labels={zone: a}"),
         ("schedule.batching=tail", "schedule.overlaunch_prompts=1.25", "schedule.deferred=restart"),
     ],
