@@ -209,6 +209,8 @@ class Roles:
     def _queue(self, name: str, size: int) -> Any:
         place = coordination_need(self.config).options()
         options = {"max_concurrency": _QUEUE_CONCURRENCY, "name": name, "namespace": self.namespace, **place}
+        # Ray would keep 3 kB of each of the many calls, of 100,000 calls at once, and show people nothing by them.
+        options["enable_task_events"] = False
         return Queue(maxsize=size, actor_options=options)
 
     def _spawn(self, module: Any, cls: type, name: str, place: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
