@@ -30,6 +30,7 @@ from pipelines.progress import load_status
 from pipelines.restarts import Restarts, restart_point
 from pipelines.run_data import RunData, load_run_data
 from pipelines.session import MODEL_COMPONENT, Session
+from pipelines.silent_nodes import outlast_silent_nodes
 from pipelines.status import MAX_ALARMS, RunStatus, StatusBoard
 from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
@@ -243,6 +244,7 @@ class Conductor:
         """Find out by itself what the dead conductor was given, and go on from the newest checkpoint."""
         await self._take_lock()
         await asyncio.to_thread(wait_for_orphans, self._directory.path.name)
+        await outlast_silent_nodes()
         resume = self._go_back(RunLost("the conductor died"))
         config = self._config
         model = self._base_model() if resume is None else resume.component(MODEL_COMPONENT)
@@ -273,6 +275,7 @@ class Conductor:
                     resume = self._go_back(error)
                 except Exception as refusal:
                     return self._failure(refusal)
+            await outlast_silent_nodes()
             data = await self._placed(data, resume)
 
     def _here(self, checkpoint: Checkpoint | None) -> Checkpoint | None:

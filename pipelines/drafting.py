@@ -66,6 +66,7 @@ class DraftRequests:
     def _ask(self, prompts: Sequence[Prompt], node: str = "") -> Any:
         assert self._roles.history is not None
         ids, history = [prompt.token_ids for prompt in prompts], self._roles.history.actor
+        self._roles.forget_retrievers(set(self.nodes.values()))
         if node:
             return self._roles.retriever_on(node).actor.pack.remote(history, ids, self.recorded)
         return history.pack.remote(ids, self.recorded)

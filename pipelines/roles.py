@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,6 +181,11 @@ class Roles:
             )
             self.retrievers[node] = Role(name, actor)
         return self.retrievers[node]
+
+    def forget_retrievers(self, nodes: Collection[str]) -> None:
+        """End the retrievers of all nodes but ``nodes``; Ray would look for ever for a node that has gone."""
+        for node in self.retrievers.keys() - nodes:
+            ray.kill(self.retrievers.pop(node).actor)
 
     def everyone(self) -> list[Role]:
         """All living roles."""

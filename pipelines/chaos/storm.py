@@ -10,7 +10,7 @@ from pathlib import Path
 from pipelines.chaos.account import Account, Strike
 from pipelines.chaos.drivers import Driver
 from pipelines.chaos.grounds import Grounds, on_node
-from pipelines.chaos.targets import DRIVER, NODE, Draw, Process, kill, living
+from pipelines.chaos.targets import DRAFTS, DRIVER, NODE, Draw, Process, kill, living
 from pipelines.monitoring import newest_step
 from pipelines.progress import load_status
 from storage.errors import UserError
@@ -80,7 +80,9 @@ class Storm:
         killed = {process.kind for process in victims}
         if NODE in draw.kinds:
             node = nodes[int(draw.which * len(nodes))]
-            victims += [process for process in on_node(list(before.values()), node) if process not in victims]
+            victims = [process for process in victims if not _stays_away(process, node)]
+            lost = [process for process in on_node(list(before.values()), node) if not _stays_away(process, node)]
+            victims += [process for process in lost if process not in victims]
             killed.add(NODE)
             self.place.kill_node(node)
         if not killed:  # it is on its way back from something else
@@ -160,6 +162,11 @@ class Storm:
         if problem not in self.account.problems:
             self.account.problems.append(problem)
         return True
+
+
+def _stays_away(process: Process, node: str) -> bool:
+    """Whether a process belonged to one node only, which has died: the retriever of that node's drafts."""
+    return process.node == node and process.place.startswith(DRAFTS)
 
 
 def _succeeded(victims: Sequence[Process], now: Mapping[str, Process]) -> bool:

@@ -22,6 +22,8 @@ from pipelines.length_forecasts import application_of
 
 NODE = "node"
 DRIVER = "driver"
+DRAFTS = "drafts-"
+"""Begin of the places of retrievers that belong to one node."""
 _QUEUE = "queue"
 _PREDICTOR = "predictor"
 _KINDS = {
