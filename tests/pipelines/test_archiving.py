@@ -49,7 +49,11 @@ class Roles:
 
     def __init__(self) -> None:
         self.replaced: list[int] = []
+        self.located: list[int] = []
         self._begin()
+
+    async def locate_history(self) -> None:
+        self.located.append(len(self.replaced))
 
     def _begin(self) -> None:
         self.history: Any = SimpleNamespace(stream=Stream())
@@ -110,6 +114,7 @@ def test_what_is_not_acknowledged_is_sent_to_the_successor_in_order(parts: Any) 
         roles.history.stream.finish(died())
         await until(lambda: roles.history_queue is not first and len(roles.history_queue.items) == 2)
         assert roles.replaced == [4], "the successor knows what was acknowledged"
+        assert roles.located == [0, 1], "drafts for other nodes come from where the successor is"
         assert roles.history_queue.items == [("train", 5), ("train", 6)]
         for step in (5, 6):
             roles.history.stream.put(("train", step, ""), None)
