@@ -412,6 +412,7 @@ class LedgerStorm(RuleBasedStateMachine):
             offset, (self.state, self.reasons, self.closed) = next(h for h in reversed(self.history) if h[0] <= cut)
             self.ledger = Ledger.replay(self.path)
         self.history = [h for h in self.history if h[0] <= offset]
+        self.reasons = self.reasons.copy()  # what is remembered must not change with what comes now
         self.state = {k: "queued" if s in ("leased", "ready") else s for k, s in self.state.items()}
         self.synced = offset
         self.note()
