@@ -67,9 +67,10 @@ class Drafting:
     def observe(self, handles: Int64Array, drafted: Int64Array, accepted: Int64Array) -> None:
         """Tell how rows fared; those without a draft are left out."""
         source = self._source
+        if source is None or not drafted.any():
+            return
         some = drafted > 0
-        if source is not None and some.any():
-            self._guarded(lambda: source.observe(handles[some], drafted[some], accepted[some]), None)
+        self._guarded(lambda: source.observe(handles[some], drafted[some], accepted[some]), None)
 
     def propose(self, table: RowTable, rows: Int64Array, budget: int) -> Proposal:
         """Ask for drafts of ``rows``, and cut them so that they hold ``budget`` tokens at most.
