@@ -31,6 +31,8 @@ Float64Array = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+_KNOWN_AFTER = 64
+"""Steps from which on the cost of a pass is known well enough to begin drafting with."""
 _MOST_WEIGHT = 2.0
 """Weight of a draft token in a row of at least twice the mean priority."""
 
@@ -202,7 +204,9 @@ class HistoryDrafts:
 
     def on_step(self, stats: StepStats) -> None:
         """Learn the cost of a pass and what drafts bring from one engine step."""
-        self._fit.observe(stats)
+        # Nobody asks what a pass costs while there is nothing to draft from, and learning it takes a little of each.
+        if stats.drafted or self._fit.steps < _KNOWN_AFTER or self._anything():
+            self._fit.observe(stats)
         self._emitted += stats.emitted
         self._row_passes += stats.rows
         self._residual_draws += stats.residual_draws
