@@ -67,7 +67,7 @@ class Drafting:
     def observe(self, handles: Int64Array, drafted: Int64Array, accepted: Int64Array) -> None:
         """Tell how rows fared; those without a draft are left out."""
         source = self._source
-        if source is None or not drafted.any():
+        if source is None or not self._ready(source) or not drafted.any():
             return
         some = drafted > 0
         self._guarded(lambda: source.observe(handles[some], drafted[some], accepted[some]), None)
@@ -80,7 +80,7 @@ class Drafting:
         """
         plain = Proposal(rows, np.zeros((len(rows), 0), np.int64), np.zeros(len(rows), np.int64))
         source = self._source
-        if source is None or not len(rows):
+        if source is None or not self._ready(source) or not len(rows):
             return plain
         length = table.length[rows]
         running = RunningRows(rows, table.tokens, table.prompt[rows], length, table.limit[rows] - length - 1)
@@ -90,6 +90,9 @@ class Drafting:
             return plain if drafts is None else self._fitted(drafts, running, table, budget)
 
         return self._guarded(proposal, plain)
+
+    def _ready(self, source: DraftSource) -> bool:
+        return self._guarded(lambda: source.ready, False)
 
     def _fitted(self, drafts: Drafts, running: RunningRows, table: RowTable, budget: int) -> Proposal:
         rows = running.handles

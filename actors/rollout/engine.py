@@ -211,6 +211,10 @@ class DraftSource(Protocol):
     One that raises is not asked again: the engine goes on without drafts.
     """
 
+    @property
+    def ready(self) -> bool:
+        """Whether some open row may have a draft; asking costs a little of every pass, so the engine spares it else."""
+
     def open(self, handle: int, request: Request) -> bool:
         """Hear that a request got a slot, for the first time or again.
 

@@ -45,6 +45,7 @@ class HistoryDrafts:
 
     Attributes:
         version: Version of the active weights, set by the owner; it decides which answers are too old to reuse.
+        ready: Whether any open row has something to draft from.
         calibration: Acceptance learned so far.
     """
 
@@ -65,6 +66,7 @@ class HistoryDrafts:
             index_tail: Prompt tokens in front of each indexed answer.
         """
         self.version = 0
+        self.ready = False
         self.calibration = Calibration()
         self._options = options
         self._index_tail = index_tail
@@ -131,40 +133,8 @@ class HistoryDrafts:
 
     def open(self, handle: int, request: Request) -> bool:
         """As in the protocol: True when the previous answer is to be reused leniently, from its first token on."""
-        self._reserve(handle)
-        self._priority[handle] = request.priority
-        self._source[handle] = -1
-        self._rule.open(handle)
-        binding = self._shelf.binding(request)
-        prompt = len(request.prompt_ids)
-        if self._live_rows is not None and request.group is not None:
-            self._live_rows.open(handle, request.group, prompt)
-        pack = binding.pack
-        if pack is None:
-            return False
-        begin = max(prompt - self._index_tail, 0)
-        found = reuse = False
-        if pack.holds(binding.key, request.prompt_ids):
-            which = int(pack.automata.find([binding.key])[0])
-            if self._follows_index and which >= 0:
-                self._prompt_rows.open(handle, pack.automata, which, begin)
-                found = True
-            table = pack.tables.get(binding.key)
-            if self._follows_index and table is not None:
-                self._table_rows.open(handle, table)
-                found = True
-            at = pack.previous.find(binding.key, binding.sample) if self._follows_previous else -1
-            reuse = at >= 0 and self._wanted[0] and self._reuses(handle, request, binding, at)
-            if at >= 0:  # behind what is leniently kept, too: verified exactly, the rest only saves time
-                self._previous_rows.open(handle, pack.previous, at, prompt)
-                found = True
-        elif pack.shared is not None and self._follows_index:
-            which = int(pack.shared.find([binding.key, SHARED_KEY]).max())
-            if which >= 0:
-                self._shared_rows.open(handle, pack.shared, which, begin)
-                found = True
-        if found:
-            self._invite(pack)
+        reuse = self._open(handle, request)
+        self.ready = self._anything()
         return reuse
 
     def close(self, handle: int) -> None:
@@ -177,6 +147,7 @@ class HistoryDrafts:
             self._live_rows.close(handle)
         if self._reuse is not None:
             self._reuse.close(handle)
+        self.ready = self._anything()
 
     def propose(self, rows: RunningRows) -> Drafts | None:
         """As in the protocol; what has nothing to say costs next to nothing."""
@@ -205,7 +176,7 @@ class HistoryDrafts:
     def on_step(self, stats: StepStats) -> None:
         """Learn the cost of a pass and what drafts bring from one engine step."""
         # Nobody asks what a pass costs while there is nothing to draft from, and learning it takes a little of each.
-        if stats.drafted or self._fit.steps < _KNOWN_AFTER or self._anything():
+        if stats.drafted or self._fit.steps < _KNOWN_AFTER or self.ready:
             self._fit.observe(stats)
         self._emitted += stats.emitted
         self._row_passes += stats.rows
@@ -254,11 +225,48 @@ class HistoryDrafts:
         """Take over what :meth:`export` returned; raises ``ValueError`` when it is of another shape."""
         self.calibration.load(state)
 
+    def _open(self, handle: int, request: Request) -> bool:
+        self._reserve(handle)
+        self._priority[handle] = request.priority
+        self._source[handle] = -1
+        self._rule.open(handle)
+        binding = self._shelf.binding(request)
+        prompt = len(request.prompt_ids)
+        if self._live_rows is not None and request.group is not None:
+            self._live_rows.open(handle, request.group, prompt)
+        pack = binding.pack
+        if pack is None:
+            return False
+        begin = max(prompt - self._index_tail, 0)
+        found = reuse = False
+        if pack.holds(binding.key, request.prompt_ids):
+            which = int(pack.automata.find([binding.key])[0])
+            if self._follows_index and which >= 0:
+                self._prompt_rows.open(handle, pack.automata, which, begin)
+                found = True
+            table = pack.tables.get(binding.key)
+            if self._follows_index and table is not None:
+                self._table_rows.open(handle, table)
+                found = True
+            at = pack.previous.find(binding.key, binding.sample) if self._follows_previous else -1
+            reuse = at >= 0 and self._wanted[0] and self._reuses(handle, request, binding, at)
+            if at >= 0:  # behind what is leniently kept, too: verified exactly, the rest only saves time
+                self._previous_rows.open(handle, pack.previous, at, prompt)
+                found = True
+        elif pack.shared is not None and self._follows_index:
+            which = int(pack.shared.find([binding.key, SHARED_KEY]).max())
+            if which >= 0:
+                self._shared_rows.open(handle, pack.shared, which, begin)
+                found = True
+        if found:
+            self._invite(pack)
+        return reuse
+
     def _propose(self, rows: RunningRows) -> Drafts | None:
         on, gate = self._wanted
         if gate != self._gate.mode:
             self._gate.switch(gate)
-        if not on or not self._anything() or (cost := self.cost) is None or not self._gate.admit():
+        if not on or not self.ready or (cost := self.cost) is None or not self._gate.admit():
             return None
         count = len(rows.handles)
         limits = self._rule.limits(rows)

@@ -95,6 +95,8 @@ class AnswerLaw:
 class Adversary:
     """Drafts that are verified exactly: the likeliest path, the least likely tokens, or any, of any length."""
 
+    ready = True
+
     def __init__(self, law: AnswerLaw, seed: int) -> None:
         self._law = law
         self._rng = np.random.default_rng(seed)

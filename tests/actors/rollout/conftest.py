@@ -137,6 +137,8 @@ class ScriptedDrafts:
     ``first`` says for which requests there is a draft before the first token.
     """
 
+    ready = True
+
     def __init__(self, propose: Callable[..., Any], first: Callable[[Request], bool] = lambda request: False) -> None:
         self._propose = propose
         self._first = first

@@ -11,7 +11,7 @@ import pytest
 from actors.drafts.options import SpeculationOptions
 from actors.drafts.pack import DraftPack, PastAnswer, PastPrompt, build_pack
 from actors.rollout.draft_cost import PassCost
-from actors.rollout.engine import Completion, Request, StepStats
+from actors.rollout.engine import Completion, Drafts, Request, RunningRows, StepStats
 from actors.rollout.history_drafts import HistoryDrafts
 from actors.rollout.torch_engine import TorchEngine
 from storage.history.schema import prompt_hash
@@ -61,6 +61,29 @@ def run(engine: TorchEngine, wanted: Sequence[Request]) -> tuple[dict[int, Compl
     steps: list[StepStats] = []
     engine.add_observer(steps.append)
     return finish(engine, wanted), steps
+
+
+def test_a_source_with_nothing_to_draft_from_is_not_asked(engine_of: Callable[..., TorchEngine]) -> None:
+    """The first epoch of ``previous_epoch``: each pass would pay for a question whose answer is known."""
+    asked: list[int] = []
+
+    class Counted(HistoryDrafts):
+        def propose(self, rows: RunningRows) -> Drafts | None:
+            asked.append(len(rows.handles))
+            return super().propose(rows)
+
+    wanted = requests()
+    options = SpeculationOptions(source="previous_epoch", gate="always")
+    drafts = Counted(options, cost=CHEAP)
+    plain, _ = run(engine_of(max_rows=4, drafts=drafts), wanted)
+    assert not asked
+    drafts.add_pack(remember(plain, wrong=0.0))
+    for item in wanted[:1]:
+        drafts.register(item.request_id, prompt_hash(item.prompt_ids), item.request_id % 10)
+    again, _ = run(engine_of(max_rows=4, drafts=drafts), wanted)
+    assert asked
+    assert {i: tokens_of(c) for i, c in again.items()} == {i: tokens_of(c) for i, c in plain.items()}
+    assert not drafts.ready
 
 
 @pytest.mark.parametrize("source", ["history", "previous_epoch", "hybrid"])
