@@ -9,6 +9,7 @@ from actors.drafts.pack import PastAnswer, PastPrompt, build_pack
 from actors.rollout.draft_cost import CostFit, PassCost
 from actors.rollout.engine import Request, RunningRows, StepStats
 from actors.rollout.history_drafts import HistoryDrafts
+from storage.history.index.live_automaton import LiveAutomaton
 from storage.history.schema import prompt_hash
 from storage.records import SamplingParams
 
@@ -33,6 +34,8 @@ def warm_up(options: SpeculationOptions) -> None:
     for length in (8, 16):
         source.propose(RunningRows(rows, tokens, ends, np.array([length, length + 4]), room))
         source.observe(rows, np.array([4, 4]), np.array([4, 0]))
+    if options.live and options.source in ("history", "hybrid"):
+        _outgrow_live_index()
     fit = CostFit()
     for count in range(1, 20):
         fit.observe(
@@ -48,3 +51,12 @@ def warm_up(options: SpeculationOptions) -> None:
                 paced_seconds=1.0,
             )
         )
+
+
+def _outgrow_live_index() -> None:
+    """Let the index of running rows move to larger arrays, as it does when a run has been going for a while."""
+    index = LiveAutomaton()
+    [document] = index.add_group(1).tolist()
+    begun = index.nbytes
+    while index.nbytes == begun:
+        index.extend(document, np.arange(512))

@@ -39,6 +39,9 @@ def test_drafting_compiles_nothing_after_a_warm_up(source: str) -> None:
     drafts = HistoryDrafts(options.model_copy(update={"gate": "always"}), cost=PassCost(1.0, 0.0, 1e-3))
     drafts.add_pack(pack_of(past(ANSWER)))
     answers = [Recorded(request(i, PROMPT, group=1, max_tokens=30), np.array(ANSWER)) for i in range(6)]
+    if source != "previous_epoch":  # enough text for the index of running rows to outgrow its first arrays
+        far = request(99, PROMPT, group=2, max_tokens=5000)
+        replay([Recorded(far, np.arange(5000) % 50)], drafts, PassCost(1.0, 0.0, 1e-3), max_rows=1)
     for item in answers:
         drafts.register(item.request.request_id, prompt_hash(PROMPT), 0)
     totals = replay(answers, drafts, PassCost(1.0, 0.0, 1e-3), max_rows=3)
