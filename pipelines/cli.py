@@ -59,9 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # One heap for each of a dozen threads would hold on to a gigabyte in the processes that load a real model.
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")
-    # Ray 2.60 never frees an answer that a call returned within its reply (up to 100 kB) once another process has held
-    # a reference to it: tens of kB in each step. What lies in the object store is freed; headers still fit the reply.
-    os.environ.setdefault("RAY_max_direct_call_object_size", "1024")
     status = _run(arguments)
     try:
         sys.stdout.flush()

@@ -22,6 +22,7 @@ from actors.channels import GET_DEADLINE_S
 from pipelines.drafting import DraftRequests
 from pipelines.faults import RunLost, brief, cause_of_death
 from pipelines.fleet import Fleet
+from pipelines.forgotten_answers import ForgottenAnswers
 from pipelines.leases import Lease, SampleDone, SampleId, Stage
 from pipelines.roles import Role, Roles
 from pipelines.utilisation import EngineLoad
@@ -398,6 +399,10 @@ class SampleFlow:
         return lease.stage if lease else "forgotten"
 
 
+_yielded = ForgottenAnswers()
+"""One for the process: so is Ray's store of small answers."""
+
+
 def run_stream(role: Role, queue: Any) -> Any:
     """Start a role's loop over ``queue``; the caller owns what it yields."""
     return role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(queue)
@@ -411,4 +416,6 @@ async def pairs(stream: Any) -> AsyncIterator[tuple[Any, Any]]:
             header = await (await iterator.__anext__())
         except StopAsyncIteration:
             return
-        yield header, await iterator.__anext__()
+        payload = await iterator.__anext__()
+        _yielded.note(payload)
+        yield header, payload

@@ -1,0 +1,40 @@
+"""Frees answers that Ray forgets to free.
+
+Ray 2.60 keeps what a call returned within its reply (up to 100 kB) for good if another process was the last to hold a
+reference to it: the owner then drops its count of references, and not the answer. Taking a reference to such an answer
+and letting go of it frees it. To one that is still referred to, that does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+AGES_S = (30.0, 300.0, 3600.0)
+"""Ages at which an answer is let go of: soon after most are done with, and later for those that waited. Seconds."""
+
+
+class ForgottenAnswers:
+    """Remembers the ids of answers, 28 bytes each, and lets go of each answer at some ages."""
+
+    def __init__(self, let_go: Callable[[bytes], Any] = ray.ObjectRef, clock: Callable[[], float] = time.monotonic):
+        """Make it empty; ``let_go`` takes a reference to the answer of an id, which ends with the call."""
+        self._let_go = let_go
+        self._clock = clock
+        self._waiting: tuple[deque[tuple[float, bytes]], ...] = tuple(deque() for _ in AGES_S)
+
+    def note(self, answer: ray.ObjectRef) -> None:
+        """Remember an answer, and let go of those that are old enough."""
+        now = self._clock()
+        self._waiting[0].append((now, answer.binary()))
+        for stage, age in enumerate(AGES_S):
+            line = self._waiting[stage]
+            while line and now - line[0][0] >= age:
+                entry = line.popleft()
+                self._let_go(entry[1])
+                if stage + 1 < len(AGES_S):
+                    self._waiting[stage + 1].append(entry)
