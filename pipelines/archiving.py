@@ -93,9 +93,10 @@ class Archiving:
             await self._roles.locate_history()
             stream = run_stream(self._roles.history, self._roles.history_queue)
             try:
-                async for (split, step, failure), _ in pairs(stream):
+                async for (split, step, failure, lost), _ in pairs(stream):
                     self._fruitless = 0
                     self._say(f"answers are no longer kept for drafts: {failure}" if failure else "")
+                    self._say(f"the answers of step {step} are not archived: {lost}" if lost else "")
                     if split == TRAIN_SPLIT:
                         self._recorded = step
                     self._forget(self._pending.pop((split, step), None))

@@ -82,10 +82,10 @@ class DraftRetrievalWorker:
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     def run(self, queue: Any) -> Any:
-        """Record envelopes until a :class:`StopEnvelope`; yields (split, step, failure) after each one, then None.
+        """Record envelopes until a :class:`StopEnvelope`; yields (split, step, failure, lost) after each, then None.
 
-        ``failure`` says why answers are not kept for drafts; it is empty while they are. The second yield keeps the
-        header-then-payload rhythm of the other roles.
+        ``failure`` says why answers are not kept for drafts, ``lost`` why this envelope's were not recorded; both are
+        empty while all is well. The second yield keeps the header-then-payload rhythm of the other roles.
         """
         reader = QueueReader(queue)
         while True:
@@ -93,7 +93,17 @@ class DraftRetrievalWorker:
             if isinstance(envelope, StopEnvelope):
                 break
             assert isinstance(envelope, RecordEnvelope)
-            groups = fetch_groups(envelope.groups)
+            try:
+                groups = fetch_groups(envelope.groups)
+            except ray.exceptions.OwnerDiedError:
+                raise  # the conductor's: nobody is left to go on for
+            except ray.exceptions.ObjectLostError as error:
+                # Answers of over 100 kB lie on the node of who wrote them. Its death must not end the archive: a
+                # successor of this role would be sent the same references.
+                log.warning("answers of step %d are lost: %s", envelope.step, error)
+                yield (envelope.split, envelope.step, self._told(), "its answers were lost with the node they lay on")
+                yield None
+                continue
             sampling = self._sampling[envelope.split]
             if self._archive is not None:
                 self._archive.append(
@@ -105,8 +115,7 @@ class DraftRetrievalWorker:
                 with self._news:
                     self._observed = envelope.step
                     self._news.notify_all()
-            failure = self._failure if self._retriever is None else self._retriever.failure
-            yield (envelope.split, envelope.step, failure)
+            yield (envelope.split, envelope.step, self._told(), "")
             yield None
         reader.close()
         if self._retriever is not None:
@@ -136,6 +145,9 @@ class DraftRetrievalWorker:
     def health(self) -> dict[str, float]:
         """Return counters of indexes and store; an empty one without history."""
         return {} if self._retriever is None else self._retriever.stats()
+
+    def _told(self) -> str:
+        return self._failure if self._retriever is None else self._retriever.failure
 
     def _after(self, step: int) -> DraftRetriever | None:
         self._ready.wait()

@@ -106,7 +106,7 @@ def test_what_is_not_acknowledged_is_sent_to_the_successor_in_order(parts: Any) 
         made.start(3)
         await send(made, 4, 5)
         await until(lambda: len(roles.history_queue.items) == 2)
-        roles.history.stream.put(("train", 4, ""), None)
+        roles.history.stream.put(("train", 4, "", ""), None)
         await until(lambda: flow.forgotten == [key(4)])
         first = roles.history_queue
         blocked = asyncio.create_task(send(made, 6, 7))
@@ -117,12 +117,12 @@ def test_what_is_not_acknowledged_is_sent_to_the_successor_in_order(parts: Any) 
         assert roles.located == [0, 1], "drafts for other nodes come from where the successor is"
         assert roles.history_queue.items == [("train", 5), ("train", 6)]
         for step in (5, 6):
-            roles.history.stream.put(("train", step, ""), None)
+            roles.history.stream.put(("train", step, "", ""), None)
             roles.history_queue.items.pop(0)
             roles.history_queue.room.set()
         await asyncio.wait_for(blocked, 5)
         await until(lambda: roles.history_queue.items == [("train", 7)])
-        roles.history.stream.put(("train", 7, ""), None)
+        roles.history.stream.put(("train", 7, "", ""), None)
         await asyncio.wait_for(made.drain(), 5)
         assert flow.forgotten == [key(step) for step in (4, 5, 6, 7)]
         assert board.alarms == []
@@ -174,7 +174,7 @@ def test_history_that_is_no_longer_kept_is_told_once_and_the_archive_goes_on(par
         made.start(0)
         for step, failure in ((1, ""), (2, "the disk is full"), (3, "the disk is full")):
             await send(made, step)
-            roles.history.stream.put(("train", step, failure), None)
+            roles.history.stream.put(("train", step, failure, ""), None)
             await until(lambda step=step: key(step) in flow.forgotten)
             roles.history_queue.items.clear()
         assert board.alarms == ["answers are no longer kept for drafts: the disk is full"]

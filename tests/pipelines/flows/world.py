@@ -46,6 +46,9 @@ class Ref:
 
         return resolve().__await__()
 
+    def binary(self):
+        return ray.ObjectRef.nil().binary()
+
 
 def died():
     return ray.exceptions.ActorDiedError()
