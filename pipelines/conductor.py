@@ -78,6 +78,8 @@ class Outcome:
 class Conductor:
     """Wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
 
+    _name = "?"  # Ray asks for it also where an actor cannot be made, and would lose the reason
+
     def __init__(
         self,
         config: Config,
@@ -100,7 +102,7 @@ class Conductor:
             UserError: There is no such run, or the store or the disk failed.
         """
         self._config = config
-        self._directory = RunDirectory(Path(directory))  # Ray asks for a name also where the next line raises
+        self._name = Path(directory).name
         self._remote = None if ticket is None else HeldRun.adopt(ticket)
         self._directory = self._remote or RunDirectory.open(Path(directory))
         self._mirroring: Mirroring | None = None
@@ -127,7 +129,7 @@ class Conductor:
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
-        return f"Conductor({self._directory.path.name})"
+        return f"Conductor({self._name})"
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     async def status(self) -> RunStatus:

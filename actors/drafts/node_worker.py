@@ -23,6 +23,8 @@ class NodeDraftWorker:
     It keeps nothing that could be lost: one that died is started again by Ray and asks for what it needs.
     """
 
+    _name = "?"  # Ray asks for it also where an actor cannot be made, and would lose the reason
+
     def __init__(self, name: str, options: SpeculationOptions) -> None:
         """Know nothing yet."""
         from actors.drafts.node_retriever import NodeRetriever  # numba, which the conductor does not need

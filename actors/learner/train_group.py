@@ -90,7 +90,7 @@ class LearnerGroup:
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
-        return f"LearnerGroup({self._options.workers})"
+        return "LearnerGroup"
 
     async def run(self, queue: Any) -> AsyncIterator[Any]:
         """Start the ranks, announce the published weights, then train until a :class:`StopEnvelope`.

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 class RewardWorker:
     """Feeds one scoring pool; wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
 
+    _name = "?"  # Ray asks for it also where an actor cannot be made, and would lose the reason
+
     def __init__(self, name: str, options: RewardOptions) -> None:
         """Start the scoring processes."""
         self._name = name

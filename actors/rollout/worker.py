@@ -48,6 +48,8 @@ CONCURRENCY_GROUPS = {"work": 16, "control": 4, "questions": 2}
 class RolloutWorker:
     """Drives one engine; wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
 
+    _name = "?"  # Ray asks for it also where an actor cannot be made, and would lose the reason
+
     def __init__(
         self,
         name: str,
