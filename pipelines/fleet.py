@@ -161,7 +161,9 @@ class Fleet:
             try:
                 acknowledged: dict[str, Any] = await asyncio.wait_for(call, deadline)
             except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ray.exceptions.ObjectLostError):  # successors would not find them either
+                # The worker lives and calls no actor: it was told what became of the snapshot, or of who made it, and so
+                # would be all of its successors.
+                if isinstance(error.cause, ray.exceptions.ObjectLostError | ray.exceptions.RayActorError):
                     raise RunLost(f"the published weights were lost ({brief(error)})") from error
                 raise
         self.versions[index] = published.manifest.version
