@@ -161,8 +161,8 @@ class Fleet:
             try:
                 acknowledged: dict[str, Any] = await asyncio.wait_for(call, deadline)
             except ray.exceptions.RayTaskError as error:
-                # The worker lives and calls no actor: it was told what became of the snapshot, or of who made it, and so
-                # would be all of its successors.
+                # The worker lives and calls no actor: it was told what became of the snapshot, or of who made it, and
+                # so would be all of its successors.
                 if isinstance(error.cause, ray.exceptions.ObjectLostError | ray.exceptions.RayActorError):
                     raise RunLost(f"the published weights were lost ({brief(error)})") from error
                 raise
