@@ -101,6 +101,7 @@ class DraftRetrievalWorker:
                 # Answers of over 100 kB lie on the node of who wrote them. Its death must not end the archive: a
                 # successor of this role would be sent the same references.
                 log.warning("answers of step %d are lost: %s", envelope.step, error)
+                self._observed_step(envelope)  # packs must not wait for them
                 yield (envelope.split, envelope.step, self._told(), "its answers were lost with the node they lay on")
                 yield None
                 continue
@@ -112,9 +113,7 @@ class DraftRetrievalWorker:
             self._ready.wait()
             if self._retriever is not None and envelope.split == TRAIN_SPLIT:
                 self._retriever.observe(envelope.step, groups, sampling)
-                with self._news:
-                    self._observed = envelope.step
-                    self._news.notify_all()
+                self._observed_step(envelope)
             yield (envelope.split, envelope.step, self._told(), "")
             yield None
         reader.close()
@@ -145,6 +144,12 @@ class DraftRetrievalWorker:
     def health(self) -> dict[str, float]:
         """Return counters of indexes and store; an empty one without history."""
         return {} if self._retriever is None else self._retriever.stats()
+
+    def _observed_step(self, envelope: RecordEnvelope) -> None:
+        if envelope.split == TRAIN_SPLIT:
+            with self._news:
+                self._observed = envelope.step
+                self._news.notify_all()
 
     def _told(self) -> str:
         return self._failure if self._retriever is None else self._retriever.failure

@@ -43,7 +43,12 @@ def steps_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: Exception)
     role = worker.DraftRetrievalWorker(
         str(tmp_path / "train"), None, 1, {"train": SamplingParams(max_tokens=8)}, SpeculationOptions()
     )
-    return [header for header in role.run(envelopes) if header is not None]
+    headers = []
+    for header in role.run(envelopes):
+        if header is not None:
+            headers.append(header)
+            assert header[3] == "" or role._observed == header[1], "packs would wait for it"
+    return headers
 
 
 def test_lost_answers_cost_their_step_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
