@@ -40,6 +40,7 @@ class Archiving:
         self._recorded = 0
         self._fruitless = 0
         self._told = ""
+        self._losing = False
 
     def start(self, recorded: int) -> None:
         """Begin to hear from the history role, which knows the training steps up to ``recorded``."""
@@ -96,7 +97,7 @@ class Archiving:
                 async for (split, step, failure, lost), _ in pairs(stream):
                     self._fruitless = 0
                     self._say(f"answers are no longer kept for drafts: {failure}" if failure else "")
-                    self._say(f"the answers of step {step} are not archived: {lost}" if lost else "")
+                    self._note(step, lost)
                     if split == TRAIN_SPLIT:
                         self._recorded = step
                     self._forget(self._pending.pop((split, step), None))
@@ -127,6 +128,17 @@ class Archiving:
         for envelope in self._pending.values():
             self._forget(envelope)
         self._pending.clear()
+
+    def _note(self, step: int, lost: str) -> None:
+        """Tell of the first of several steps whose answers are not archived, and of the first that is again."""
+        text = f"the answers of step {step} are not archived: {lost}"
+        if lost and self._losing:
+            log.warning("%s", text)
+        elif lost:
+            self._say(text)
+        elif self._losing:
+            self._say(f"answers are archived again, from step {step} on")
+        self._losing = bool(lost)
 
     def _say(self, message: str) -> None:
         """Tell people, once, where nobody else would."""

@@ -12,6 +12,7 @@ import ray
 from actors.bundles import RecordEnvelope, StopEnvelope
 from actors.channels import QueueReader, fetch_groups
 from actors.drafts.options import SpeculationOptions
+from storage.files import StorageError
 from storage.records import TRAIN_SPLIT, Int32Array, SamplingParams
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ class DraftRetrievalWorker:
     def run(self, queue: Any) -> Any:
         """Record envelopes until a :class:`StopEnvelope`; yields (split, step, failure, lost) after each, then None.
 
-        ``failure`` says why answers are not kept for drafts, ``lost`` why this envelope's were not recorded; both are
-        empty while all is well. The second yield keeps the header-then-payload rhythm of the other roles.
+        ``failure`` says why answers are not kept for drafts, ``lost`` why this envelope's were not archived; both are
+        empty while all is well. A disk that refuses the archive costs no drafts, and is tried again with the next step.
+        The second yield keeps the header-then-payload rhythm of the other roles.
         """
         reader = QueueReader(queue)
         while True:
@@ -106,15 +108,19 @@ class DraftRetrievalWorker:
                 yield None
                 continue
             sampling = self._sampling[envelope.split]
+            lost = ""
             if self._archive is not None:
-                self._archive.append(
-                    envelope.step, groups, envelope.advantages, sampling=sampling, split=envelope.split
-                )
+                try:
+                    self._archive.append(
+                        envelope.step, groups, envelope.advantages, sampling=sampling, split=envelope.split
+                    )
+                except StorageError as error:
+                    lost = str(error)
             self._ready.wait()
             if self._retriever is not None and envelope.split == TRAIN_SPLIT:
                 self._retriever.observe(envelope.step, groups, sampling)
                 self._observed_step(envelope)
-            yield (envelope.split, envelope.step, self._told(), "")
+            yield (envelope.split, envelope.step, self._told(), lost)
             yield None
         reader.close()
         if self._retriever is not None:

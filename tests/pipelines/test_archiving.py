@@ -182,3 +182,23 @@ def test_history_that_is_no_longer_kept_is_told_once_and_the_archive_goes_on(par
         made.close()
 
     asyncio.run(play())
+
+
+def test_an_archive_without_room_is_told_once_and_once_more_when_it_has_room_again(parts: Any) -> None:
+    async def play() -> None:
+        roles, flow, board = Roles(), Flow(), Board()
+        made = Archiving(roles, flow, board)  # type: ignore[arg-type]
+        made.start(0)
+        for step, lost in ((1, "no room for 1"), (2, "no room for 2"), (3, ""), (4, ""), (5, "no room for 5")):
+            await send(made, step)
+            roles.history.stream.put(("train", step, "", lost), None)
+            await until(lambda step=step: key(step) in flow.forgotten)
+            roles.history_queue.items.clear()
+        assert board.alarms == [
+            "the answers of step 1 are not archived: no room for 1",
+            "answers are archived again, from step 3 on",
+            "the answers of step 5 are not archived: no room for 5",
+        ]
+        made.close()
+
+    asyncio.run(play())
