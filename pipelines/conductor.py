@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +19,7 @@ import ray
 from pipelines.active_runs import wait_for_orphans
 from pipelines.config import Config
 from pipelines.controls import Controls, What
+from pipelines.events_log import log_to
 from pipelines.faults import RunLost, brief, survivable, user_error
 from pipelines.interruption import Interrupted
 from pipelines.knobs import Change, Knob, Value
@@ -45,7 +45,6 @@ CONCURRENCY_GROUPS = {"work": 1, "control": 16, "requests": 64}
 """``requests`` wait for a step's end or for an answer: they must not keep others from a look or a stop."""
 
 _STATUS_EVERY_S = 2.0
-_LOG_BYTES = 16 << 20
 _LINGER_S = 10.0
 """Time that the conductor of a detached run answers after its end, for those who watch."""
 _LOCK_PATIENCE_S = 30.0
@@ -119,7 +118,7 @@ class Conductor:
         self._alone: Any = None
         self._before: Controls | None = None
         self._alarms: list[str] = []
-        _log_to(self._directory.events)
+        self._events = log_to(self._directory.events)
         context = ray.get_runtime_context()
         if context.was_current_actor_reconstructed:
             # Only the conductor of a detached run is restarted by Ray, and nobody is there to call it. Without retries
@@ -439,16 +438,10 @@ class Conductor:
             await asyncio.sleep(_STATUS_EVERY_S)
 
     def _save_status(self) -> None:
+        if self._events.failure and not any(self._events.failure in alarm for alarm in self._alarms):
+            self._alarms.append(f"lines of the log are missing: {self._events.failure}")
+            self._board.alarm(self._alarms[-1])
         try:
             self._board.snapshot().save(self._directory.status)
         except OSError as error:
             log.warning("cannot write %s: %s", self._directory.status, error)
-
-
-def _log_to(path: Path) -> None:
-    """Send this process's log to the run directory, where it survives Ray's session folder; at most two files of it."""
-    handler = RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
