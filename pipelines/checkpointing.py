@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from storage.files import StorageError
 from storage.ledger import Ledger
 from storage.remote.parcels import receive
 from storage.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 _COMPACT_BYTES = 1 << 20
 
@@ -90,5 +93,9 @@ class Checkpointing:
         # Not before the one that the run began with: the journal of a long run would never end.
         oldest = self._store.checkpoints()[-self._store.keep_last :][0].meta["ledger_offset"]
         if oldest - self._compacted > _COMPACT_BYTES:
-            self._ledger.compact(oldest)
-            self._compacted = oldest
+            try:
+                self._ledger.compact(oldest)
+            except StorageError as error:  # it needs room for a copy, and saves some only after that
+                log.warning("the journal stays as long as it is: %s", error)
+            else:
+                self._compacted = oldest

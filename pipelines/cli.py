@@ -18,6 +18,7 @@ from pipelines.dashboard_command import dashboard
 from pipelines.history_commands import history_app
 from pipelines.simulate_command import simulate
 from storage.errors import UserError
+from storage.files import FULL, describe_failure
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -62,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = _run(arguments)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (head, less) has gone; without this the interpreter complains about it once more at exit.
+    except OSError:
+        # The reader (head, less) has gone, or the disk that the output goes to is full; without this the interpreter
+        # complains about it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
@@ -75,6 +77,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
+        return USER_ERROR
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        typer.echo(f"error: {describe_failure('cannot write', Path(str(error.filename or 'a file')), error)}", err=True)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

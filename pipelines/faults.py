@@ -6,13 +6,17 @@ Ray wraps what a remote method raised, and keeps only the text of what a constru
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import TypeGuard
 
 import ray
 
 from storage.errors import UserError
+from storage.files import FULL, StorageError, describe_failure
 
 _STORE_FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 _RAISED = re.compile(r"^((?:\w+\.)+\w+): ", re.MULTILINE)
+_REFUSED = re.compile(r"^OSError: \[Errno (\d+)\] [^:\n]*(?:: '([^'\n]*)')?", re.MULTILINE)
 _MOST_CHARS = 400
 
 
@@ -33,16 +37,35 @@ def survivable(error: BaseException) -> bool:
 def user_error(error: BaseException) -> UserError | None:
     """Return the user error that ``error`` is or was caused by in another process; None when there is none."""
     if isinstance(error, ray.exceptions.RayTaskError):
-        return user_error(error.cause)
+        cause = error.cause
+        return full_disk(cause, error.function_name) if _is_full(cause) else user_error(cause)
     if isinstance(error, UserError):
         return error
+    if _is_full(error):
+        return full_disk(error)
     if isinstance(error, _STORE_FULL):
         return UserError(_store_full(error))
     if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
         raised = list(_RAISED.finditer(str(error)))
         if raised and raised[-1][1] in _user_error_names():
             return UserError(str(error)[raised[-1].end() :].strip())
+        refused = _REFUSED.findall(str(error))
+        if refused and int(refused[-1][0]) in FULL:
+            return full_disk(OSError(int(refused[-1][0]), "", refused[-1][1]))
     return None
+
+
+def full_disk(error: OSError, who: str = "") -> StorageError:
+    """Say what a disk without room refused, where the code that wrote it left that to its callers.
+
+    The system names the file only where it could not be opened.
+    """
+    name = error.filename or (f"a file of {who}" if who else "a file")
+    return StorageError(describe_failure("cannot write", Path(str(name)), error))
+
+
+def _is_full(error: object) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno in FULL
 
 
 def _store_full(error: BaseException) -> str:

@@ -7,6 +7,7 @@ and in the run directory.
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -140,14 +141,26 @@ def _run(
     with local_or_joined_ray(config, console) as dashboard:
         check_placement(config, console)
         refuse_second(directory.path.name)
-        write_config(config, directory.config)  # only now: a run that could not start leaves its name free
-        if checkpoint is None:
-            write_generated(config, directory.path / "data")
+        _write_down(config, directory, new=checkpoint is None)  # only now: see there
         data = hand_out(directory, data, resumed=checkpoint is not None)
         if detach:
             return _leave_to_the_cluster(config, data, directory, checkpoint, console, dashboard, held)
         outcome = Drive(config, directory, console, dashboard).to_the_end(data, checkpoint, train=train)
     return _report(outcome, directory, console)
+
+
+def _write_down(config: Config, directory: RunDirectory, *, new: bool) -> None:
+    """Write what the run is given; a run that could not start leaves its name free."""
+    data = directory.path / "data"
+    try:
+        write_config(config, directory.config)
+        if new:
+            write_generated(config, data)
+    except UserError:
+        if new:
+            directory.config.unlink(missing_ok=True)
+            shutil.rmtree(data, ignore_errors=True)
+        raise
 
 
 def _with_model(config: Config, model_path: Path) -> Config:

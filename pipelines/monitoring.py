@@ -22,6 +22,7 @@ from pipelines.metrics_table import Metric as Metric
 from pipelines.metrics_table import describe as describe
 from pipelines.metrics_table import undocumented as undocumented
 from storage.errors import UserError
+from storage.files import StorageError, atomic_write
 from storage.journal import JsonLines
 from storage.options import TrackingOptions
 
@@ -133,7 +134,7 @@ class WandbMonitor:
 
         identity = run_directory / "wandb_id"
         if not identity.exists():
-            identity.write_text(secrets.token_hex(8))
+            atomic_write(identity, secrets.token_hex(8).encode())
         self._run = wandb.init(
             project=project,
             name=name,
@@ -167,12 +168,12 @@ class MonitorGroup:
         self._trackers: dict[str, Monitor] = {}
 
     def add(self, name: str, opener: Callable[[], Monitor]) -> None:
-        """Open a tracker; a failure other than a `UserError` leaves it out of the group."""
+        """Open a tracker; a failure other than a `UserError` leaves it out of the group, and so does a full disk."""
         try:
             self._trackers[name] = opener()
-        except UserError:
-            raise
         except Exception as error:
+            if isinstance(error, UserError) and not isinstance(error, StorageError):
+                raise
             self._switch_off(name, error)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from pipelines.plots import CURVES_FILE
 from pipelines.status import Curve, RunStatus, Wait, accuracy_metric
+from storage.files import FULL
 from storage.run_directory import RunDirectory
 
 LONG_WAIT_S = 10.0
@@ -63,10 +64,14 @@ class LiveView:
         )
 
     def update(self) -> RunStatus | None:
-        """Fetch the status, show it and return it."""
+        """Fetch the status, show it and return it. Output that goes to a full disk is left out: the run needs none."""
         status = self._fetch()
         if status is not None:
-            self._view.show(status)
+            try:
+                self._view.show(status)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
         return status
 
     def __enter__(self) -> LiveView:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipelines.config import Config
 from storage.errors import UserError
+from storage.files import StorageError, describe_failure
 from storage.records import TRAIN_SPLIT, Prompt, SamplingParams
 
 SAMPLED_SUFFIX = "@k"
@@ -165,6 +166,9 @@ def write_generated(config: Config, folder: Path) -> None:
         if name == TRAIN_SPLIT:
             seen = load_rows(source, count=count, seed=seed, prompt_column=column).prompt_texts(column)
         if source.startswith(BUILTIN):
-            folder.mkdir(exist_ok=True)
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise StorageError(describe_failure("cannot make", folder, error)) from error
             path = folder / f"{name}.parquet"
             write_builtin(source.removeprefix(BUILTIN), path, count=count, seed=seed, exclude=exclude)

@@ -189,10 +189,14 @@ class RunStatus:
         return cls(**values)
 
     def save(self, path: Path) -> None:
-        """Replace ``path`` in one go, so that a reader never sees half a snapshot."""
+        """Replace ``path`` in one go, so that a reader never sees half a snapshot. Raises ``OSError``."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(self.to_json(), encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(self.to_json(), encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: Path) -> RunStatus:

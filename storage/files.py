@@ -35,6 +35,9 @@ _LOCK_POLL_S = 0.05
 DISK_ERRORS = frozenset(_ADVICE)
 """Values of ``errno`` that the disk or its permissions cause."""
 
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""Those of them that say that there is no room."""
+
 
 class StorageError(UserError):
     """The disk refused or lost something; the message names the path and what to do."""

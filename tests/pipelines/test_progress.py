@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from pipelines.plots import CURVES_FILE, draw_curves, smooth
-from pipelines.progress import LiveView, duration, panel, print_summary, timeline
+from pipelines.progress import LiveView, PlainView, duration, panel, print_summary, timeline
 from pipelines.status import Curve, RunStatus, StatusBoard
 from storage.errors import UserError
 from storage.journal import JsonLines
@@ -267,6 +269,16 @@ def test_curves_are_drawn_from_the_metrics_file(tmp_path):
     picture = draw_curves(tmp_path / "metrics.jsonl", tmp_path / CURVES_FILE)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_to_a_full_disk_is_left_out_and_ends_nothing():
+    status = RunStatus(name="run", directory="runs/run", state="generating", alarms=("told",))
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as output:  # closing it fails, too
+        view = LiveView(lambda: status, console=Console(file=output))
+        assert [view.update() for _ in range(3)] == [status] * 3
+        assert isinstance(view._view, PlainView)
+        assert view._view._alarms == {"told"}, "it was printed, or the test tests nothing"
 
 
 def test_nothing_to_draw_is_a_user_error(tmp_path):

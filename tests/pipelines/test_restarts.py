@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,26 @@ def test_a_full_object_store_is_for_the_user_to_mend(kind: type[ray.exceptions.R
     assert fault is not None
     assert "raise cluster.object_store_mb" in str(fault)
     assert ("the disk that it spills to" in str(fault)) == (kind is ray.exceptions.OutOfDiskError)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_in_any_process_is_for_the_user_to_mend(number: int) -> None:
+    opened = OSError(number, os.strerror(number), "/tmp/slipstream-learners-1")
+    for error, what in (
+        (ray.exceptions.RayTaskError("run", "trace", opened), "/tmp/slipstream-learners-1"),
+        (ray.exceptions.RayTaskError("run", "trace", OSError(number, os.strerror(number))), "a file of run"),
+        (opened, "/tmp/slipstream-learners-1"),
+    ):
+        assert not survivable(error), "nothing is won by going back: it would be full again"
+        assert str(user_error(error)).startswith(f"cannot write {what}: {os.strerror(number)}; ")
+    other = OSError(errno.EIO, os.strerror(errno.EIO), "/tmp/x")
+    assert user_error(ray.exceptions.RayTaskError("run", "trace", other)) is None
+
+
+def test_an_actor_that_finds_no_room_when_it_is_made_is_for_the_user_to_mend() -> None:
+    """Ray keeps the text of what a constructor raised, and nothing else."""
+    trace = "Traceback (most recent call last):\n  File ...\nOSError: [Errno 28] No space left on device: '/tmp/here'"
+    cause = ray.exceptions.RayTaskError("Actor.__init__", trace, OSError(28, "No space left on device"))
+    error = ray.exceptions.ActorDiedError(cause=cause)
+    assert error.actor_init_failed
+    assert str(user_error(error)).startswith("cannot write /tmp/here: No space left on device; free space")
