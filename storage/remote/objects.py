@@ -34,6 +34,7 @@ _REASONS = (
         r"ACCESS_DENIED|AccessDenied|HTTP status 40[13]|INVALID_ACCESS_KEY|InvalidAccessKey|SIGNATURE_DOES_NOT_MATCH|"
         r"EXPIRED_TOKEN|ExpiredToken|PERMISSION_DENIED|UNAUTHENTICATED|[Cc]redential|Permission denied|not authorized",
     ),
+    ("space", r"No space left|[Qq]uota exceeded|StorageFull|InsufficientStorage|HTTP status 507|free drive threshold"),
     (
         "network",
         r"NETWORK_CONNECTION|curlCode|[Cc]ould ?n.t (?:connect|resolve)|[Tt]imed? ?out|UNAVAILABLE|SLOW_DOWN|"
@@ -116,7 +117,7 @@ class Objects:
                 block = source.read(min(left, BLOCK_BYTES))
                 if not block:
                     raise RemoteError(f"{self.address.child(name)}: {size - left} bytes where {size} were written")
-                _write(sink, block)
+                sink.write(block)
                 left -= len(block)
 
     def info(self, name: str) -> ObjectInfo | None:
@@ -225,6 +226,8 @@ def explain(action: str, address: Address, name: str, error: BaseException) -> s
             f"{action} {place}: access denied, there are no credentials or they do not allow it; they come from "
             f"{credentials_of(address.scheme)} ({text[:160]})"
         )
+    if kind == "space":
+        return f"{action} {place}: no space left there; free some, or point run.directory elsewhere ({text[:160]})"
     if kind == "network":
         return (
             f"{action} {place}: the store does not answer; check the network, the region and endpoint_override "
@@ -240,9 +243,9 @@ def fetch_file(objects: Objects, parts: Sequence[tuple[str, int]], path: Path) -
         RemoteError: An object is missing, short, or cannot be read.
         StorageError: The disk refused it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with _HashedFile(temporary) as sink:
             for name, size in parts:
                 objects.download(name, sink, size)
@@ -257,7 +260,26 @@ def fetch_file(objects: Objects, parts: Sequence[tuple[str, int]], path: Path) -
 
 def free_space(path: Path) -> int:
     """Bytes free on the disk that a path, which need not exist, would lie on."""
-    return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
+    return _disk(path)[1]
+
+
+def require_room(path: Path, nbytes: int, what: str) -> None:
+    """Raise ``StorageError`` unless there is room for a copy of ``what`` at ``path``, which need not exist.
+
+    A file system that reports a total size of 0 is taken to be unlimited.
+    """
+    total, free = _disk(path)
+    if total and free < nbytes:
+        raise StorageError(
+            f"{path}: {what} takes {nbytes / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free; free space there, "
+            "or point SLIPSTREAM_CACHE at a larger disk"
+        )
+
+
+def _disk(path: Path) -> tuple[int, int]:
+    """Size and free bytes of the disk that ``path`` would lie on."""
+    usage = shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists()))
+    return usage.total, usage.free
 
 
 class _HashedFile:
@@ -265,10 +287,17 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.digest = xxhash.xxh3_64()
-        self._file = path.open("wb")
+        self._path = path
+        self._file = path.open("wb", buffering=0)
 
     def write(self, data: bytes) -> None:
-        self._file.write(data)
+        """Append ``data``. Raises ``StorageError``: what this disk refuses is no failure of the store."""
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise StorageError(describe_failure("cannot write", self._path, error)) from error
         self.digest.update(data)
 
     def __enter__(self) -> _HashedFile:
@@ -276,13 +305,6 @@ class _HashedFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def _write(sink: Any, block: bytes) -> None:
-    try:
-        sink.write(block)
-    except OSError as error:
-        raise StorageError(describe_failure("cannot write", Path("the local copy"), error)) from error
 
 
 def read_block(descriptor: int, size: int, position: int) -> bytes:

@@ -20,11 +20,12 @@ from storage.remote.address import Address, is_address
 from storage.remote.index import RemoteFile, read_index
 from storage.remote.kept import keep
 from storage.remote.mirror import retrying
-from storage.remote.objects import Objects, RemoteError
+from storage.remote.objects import Objects, RemoteError, require_room
 from storage.remote.staging import fetch
 
 PARCELS = ".parcels"
 _CONTENTS = "CONTENTS.json"
+_MAKING = ".making-"
 _DEEPEST = 4
 _POLL_S = 0.2
 _PATIENCE_S = 300.0
@@ -103,11 +104,16 @@ def local_folder(text: str) -> Path:
         kind.mkdir(parents=True, exist_ok=True)
         with _locked(kind / ".lock"):
             if not target.is_dir():
-                temporary = kind / f".making-{os.getpid()}"
-                for name, file in files.items():
-                    fetch(run, name, file, temporary)
-                (temporary / next(iter(files)).rpartition("/")[0]).rename(target)
-                shutil.rmtree(temporary)
+                for leftover in kind.glob(f"{_MAKING}*"):  # of a process that was killed
+                    shutil.rmtree(leftover, ignore_errors=True)
+                require_room(kind, sum(file.size for file in files.values()), f"the copy of {address}")
+                temporary = kind / f"{_MAKING}{os.getpid()}"
+                try:
+                    for name, file in files.items():
+                        fetch(run, name, file, temporary)
+                    (temporary / next(iter(files)).rpartition("/")[0]).rename(target)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
                 for other in kind.iterdir():  # of an earlier part of the run; whoever has it open keeps it
                     if other.is_dir() and other != target:
                         shutil.rmtree(other, ignore_errors=True)

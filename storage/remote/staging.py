@@ -19,7 +19,7 @@ from storage.remote.address import Address
 from storage.remote.capture import LIVE
 from storage.remote.index import Index, RemoteFile, read_index
 from storage.remote.marker import Marker, read_marker
-from storage.remote.objects import Objects, RemoteError, fetch_file, free_space
+from storage.remote.objects import Objects, RemoteError, fetch_file, require_room
 from storage.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -104,15 +104,14 @@ def fill_staging(address: Address, objects: Objects, say: Progress) -> Path:
         logger.warning("%s is removed: the run went on elsewhere since, see %s", path, address)
         shutil.rmtree(path, ignore_errors=True)
     _set_aside(path)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(describe_failure("cannot make", path, error)) from error
     rest = {name: file for name, file in index.files.items() if not name.startswith(_UNREAD)}
     newest = max(_checkpoints(index), key=_step, default="")
     size = sum(file.size for file in (*rest.values(), *index.below(f"{newest}/" if newest else " ").values()))
-    if free_space(path) < size:
-        raise StorageError(
-            f"{path}: the run at {address} takes {size / 2**20:.0f} MiB, {free_space(path) / 2**20:.0f} MiB are free; "
-            "free space there, or point SLIPSTREAM_CACHE at a larger disk"
-        )
+    require_room(path, size, f"the run at {address}")
     say(f"fetching {size / 1e6:,.0f} MB of {address}")
     for name in LIVE[:2]:
         data = objects.read(name)
