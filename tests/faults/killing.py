@@ -17,14 +17,16 @@ DEADLINE_S = 600
 class Killer(threading.Thread):
     """Kills a role of a run as soon as it is in a given state, for as often as it is told and lives again.
 
-    Another signal than SIGKILL may be sent: one that is stopped lives and does nothing.
+    Another signal than SIGKILL may be sent: one that is stopped lives and does nothing. Right before a kill ``before``
+    is called.
 
     Attributes:
         pids: Processes that were killed.
     """
 
-    def __init__(self, run, role, state="generating", after_steps=1, times=1, sent=signal.SIGKILL):
+    def __init__(self, run, role, state="generating", after_steps=1, times=1, sent=signal.SIGKILL, before=None):
         super().__init__(daemon=True)
+        self.before = before
         self.name_of_run, self.role, self.state, self.after, self.times = run, role, state, after_steps, times
         self.pids = []
         self.sent = sent
@@ -46,5 +48,7 @@ class Killer(threading.Thread):
                 continue
             process = living(self.name_of_run).get(self.role)
             if process is not None and process.pid not in self.pids:
+                if self.before is not None:
+                    self.before()
                 os.kill(process.pid, self.sent)
                 self.pids.append(process.pid)

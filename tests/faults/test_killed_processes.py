@@ -6,6 +6,7 @@ import pytest
 
 from pipelines.chaos.laws import check_run
 from pipelines.launch import train
+from storage.checkpoints import CheckpointStore
 from storage.history.archive import RolloutArchive
 from storage.history.store import HistoryStore
 from storage.run_directory import RunDirectory
@@ -49,3 +50,22 @@ def test_killed_history_is_replaced_and_every_step_is_archived_once(ray_session,
     with HistoryStore(run.history, None) as history:
         assert history.stats().answers == 32 * 4, "each answer of each step once"
     assert json.loads(run.status.read_text())["alarms"] == []
+
+
+def test_worker_that_dies_long_after_a_resume_finds_the_model_that_the_run_went_on_with(
+    ray_session, random_llama, tmp_path
+):
+    """Its checkpoint has been followed by more than are kept, and each of those has a tokenizer of its own."""
+    saved = (*SLOW, "checkpoint.every=1", "checkpoint.keep_last=1", "evaluation.before=false", "evaluation.after=false")
+    assert train(small_config(random_llama, tmp_path, "late", *saved, "run.steps=1"), name="late") == 0
+    killer = Killer("late", "rollout-0", after_steps=4)
+    killer.start()
+    config = small_config(random_llama, tmp_path, "late", *saved, "run.steps=6")
+    assert train(config, name="late", resume=tmp_path / "late") == 0
+    killer.join(5)
+    assert killer.killed is not None
+    assert steps_of(tmp_path / "late")[-1]["faults/crashes"] == 1
+    assert check_run(RunDirectory(tmp_path / "late")).holds
+    newest = CheckpointStore(tmp_path / "late" / "checkpoints").latest()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (newest.component("model") / name).read_bytes() == (random_llama / name).read_bytes()
