@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from actors.rollout.engine import Completion, Drafts, Request, RunningRows
+from actors.rollout.packed_model import PackedModel
 from actors.rollout.torch_engine import TorchEngine
 from actors.weights import pack, policy_state
 from storage.records import SamplingParams
@@ -96,13 +98,33 @@ def random_llama(model_path: Callable[..., Path]) -> Path:
     return model_path("llama")
 
 
-@pytest.fixture
-def engine_of(random_llama: Path) -> Callable[..., TorchEngine]:
+@pytest.fixture(scope="session")
+def load_once(model_path: Callable[..., Path]) -> Callable[..., PackedModel]:
+    """As ``PackedModel.load``, but what ``model_path`` wrote is read once, and copied for each engine."""
+    load, copy_of = PackedModel.load, PackedModel.twin  # tests count the engines' own
+    loaded: dict[tuple[Any, ...], PackedModel] = {}
+    written = model_path("llama").parent
+
+    def get(path: str | Path, dtype: str, device: str) -> PackedModel:
+        if Path(path).parent != written:
+            return load(path, dtype, device)
+        key = (str(path), dtype, device)
+        if key not in loaded:
+            loaded[key] = load(path, dtype, device)
+        return copy_of(loaded[key])
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def engine_of(random_llama: Path, load_once: Callable[..., PackedModel]) -> Callable[..., TorchEngine]:
     """Build an engine on the random Llama (or on ``path``)."""
 
     def build(path: Path = random_llama, **options: Any) -> TorchEngine:
         settings: dict[str, Any] = {"max_rows": 4, "max_length": 64, "dtype": "float32", "device": "cpu", "run_seed": 3}
-        return TorchEngine(path, **(settings | options))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PackedModel, "load", load_once)
+            return TorchEngine(path, **(settings | options))
 
     return build
 
@@ -215,8 +237,9 @@ def recomputed_logprobs(
 
 @pytest.fixture(scope="session")
 def reference_model(model_path: Callable[..., Path]) -> Callable[..., Any]:
-    """Load a model with the attention that transformers ships."""
+    """Load a model with the attention that transformers ships; it is shared, and only read."""
 
+    @cache
     def get(kind: str = "llama", seed: int = 0) -> Any:
         return AutoModelForCausalLM.from_pretrained(model_path(kind, seed), dtype=torch.float32).eval()
 

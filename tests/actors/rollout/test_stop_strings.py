@@ -22,7 +22,7 @@ def spell(tokens):
     return LetterTokenizer().decode(tokens)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def whole(engine_of):
     return {i: tokens_of(finish(engine_of(max_length=128), [request(i, max_tokens=60)])[i]) for i in range(3)}
 

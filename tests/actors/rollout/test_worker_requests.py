@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +109,7 @@ def test_a_worker_that_goes_to_sleep_hands_over_what_it_writes_and_answers_quest
     assert (worker._loop.stats().running, worker._loop.stats().waiting) == (0, 2), "the question waits"
     manifest, buffer = snapshots[1]
     monkeypatch.setattr(ray, "get", lambda ref: buffer)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     assert worker.set_weights(manifest, [None], Swap())["version"] == 1
     answers = asked.get(timeout=30)
     assert len(answers) == 2
