@@ -12,10 +12,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.experimental.locations import get_local_object_locations
 
 from actors.bundles import BundleHeader, Call, GroupEnvelope, Resumption, RewardEnvelope
 from actors.channels import GET_DEADLINE_S
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 _INTERRUPT_DEADLINE_S = 60.0
+_LARGEST_ERROR_BYTES = 1 << 16
+_LOOK_S = 10.0
 
 
 class SampleFlow:
@@ -409,13 +413,32 @@ def run_stream(role: Role, queue: Any) -> Any:
 
 
 async def pairs(stream: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """Iterate a streaming generator of (header, payload): headers as values, payloads as references."""
+    """Iterate a streaming generator of (header, payload): headers as values, payloads as references.
+
+    Raises what ended the role, also where Ray puts that in the place of a payload, which nobody looks at: no room in
+    the object store and on the disk below it, or a death between the two.
+    """
     iterator = stream.__aiter__()
+    payload: Any = None
     while True:
         try:
             header = await (await iterator.__anext__())
         except StopAsyncIteration:
+            await _raise_hidden(payload)
             return
         payload = await iterator.__anext__()
         _yielded.note(payload)
         yield header, payload
+
+
+async def _raise_hidden(payload: Any) -> None:
+    """Raise the error that the last item of a stream is; an answer is not fetched, if its size tells that it is one."""
+    if isinstance(payload, ray.ObjectRef):
+        known = get_local_object_locations([payload]).get(payload, {})
+        if (known.get("object_size") or 0) <= _LARGEST_ERROR_BYTES:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_resolved(payload), _LOOK_S)
+
+
+async def _resolved(reference: Any) -> None:
+    await reference

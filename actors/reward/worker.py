@@ -57,7 +57,8 @@ class RewardWorker:
             elif isinstance(envelope, RewardEnvelope):
                 try:
                     bundle: Bundle = ray.get(envelope.refs[0])
-                except ray.exceptions.ObjectLostError as error:
+                except (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError) as error:
+                    # lost with a node, or never put: whoever wrote them died in between
                     log.warning("answers were lost before they were scored: %s", error)
                     yield replace(envelope.header, worker=self._name, busy_s=self._busy_s)  # pending, as they came
                     yield Bundle(samples=(), prompts={})
