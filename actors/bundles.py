@@ -212,6 +212,13 @@ class LearnerHeader:
     alarms: tuple[str, ...] = ()
 
 
+def refs_in(item: Any) -> list[Any]:
+    """References that a queue item holds; those that several of its groups share are named for each of them."""
+    if isinstance(item, StepEnvelope | RecordEnvelope):
+        return [ref for group in item.groups for ref in group.refs]
+    return list(item.refs) if isinstance(item, RewardEnvelope) else []
+
+
 def gather(bundles: Sequence[Bundle], places: Sequence[tuple[int, int]]) -> tuple[Prompt, tuple[Sample, ...]]:
     """Pick the siblings of one group out of fetched bundles."""
     samples = tuple(bundles[ref].samples[position] for ref, position in places)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -21,20 +21,26 @@ AGES_S = (30.0, 300.0, 3600.0)
 class ForgottenAnswers:
     """Remembers the ids of answers, 28 bytes each, and lets go of each answer at some ages."""
 
-    def __init__(self, let_go: Callable[[bytes], Any] = ray.ObjectRef, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        let_go: Callable[[bytes], Any] = ray.ObjectRef,
+        clock: Callable[[], float] = time.monotonic,
+        ages_s: Sequence[float] = AGES_S,
+    ) -> None:
         """Make it empty; ``let_go`` takes a reference to the answer of an id, which ends with the call."""
         self._let_go = let_go
+        self._ages_s = ages_s
         self._clock = clock
-        self._waiting: tuple[deque[tuple[float, bytes]], ...] = tuple(deque() for _ in AGES_S)
+        self._waiting: tuple[deque[tuple[float, bytes]], ...] = tuple(deque() for _ in ages_s)
 
     def note(self, answer: ray.ObjectRef) -> None:
         """Remember an answer, and let go of those that are old enough."""
         now = self._clock()
         self._waiting[0].append((now, answer.binary()))
-        for stage, age in enumerate(AGES_S):
+        for stage, age in enumerate(self._ages_s):
             line = self._waiting[stage]
             while line and now - line[0][0] >= age:
                 entry = line.popleft()
                 self._let_go(entry[1])
-                if stage + 1 < len(AGES_S):
+                if stage + 1 < len(self._ages_s):
                     self._waiting[stage + 1].append(entry)

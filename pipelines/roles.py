@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.queue import Queue
 
 from actors.drafts import node_worker
 from actors.drafts import worker as drafts_worker
@@ -25,6 +24,7 @@ from actors.rollout import worker as rollout_worker
 from pipelines.config import Config
 from pipelines.faults import user_error
 from pipelines.placement import coordination_need, learner_need, long_need, reward_need, rollout_need
+from pipelines.queues import BoundedQueue
 from pipelines.run_data import RunData
 from storage.records import WeightsManifest
 
@@ -217,7 +217,7 @@ class Roles:
         options = {"max_concurrency": _QUEUE_CONCURRENCY, "name": name, "namespace": self.namespace, **place}
         # Ray would keep 3 kB of each of the many calls, of 100,000 calls at once, and show people nothing by them.
         options["enable_task_events"] = False
-        return Queue(maxsize=size, actor_options=options)
+        return BoundedQueue(size, options)
 
     def _spawn(self, module: Any, cls: type, name: str, place: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Create an actor; ``place`` are Ray's options that say where: CPUs, GPUs, labels."""
