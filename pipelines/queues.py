@@ -1,8 +1,8 @@
 """The bounded queues of a run: Ray's, whose actor frees the answers that pass through it.
 
 Ray sends a small value (up to 100 kB) along with the reference to it, and the queue's actor keeps a copy while it has
-the reference. When a consumer waits and takes the item before the call that put it has returned, Ray 2.60 keeps the copy
-for good; see ``forgotten_answers``.
+the reference. When a consumer waits and takes the item before the call that put it has returned, Ray 2.60 keeps that
+copy for good; see ``forgotten_answers``.
 """
 
 from __future__ import annotations
