@@ -118,9 +118,14 @@ def test_sample_that_was_begun_anew_is_scored_beside_what_was_written_of_it_befo
     assert sorted(found) == [(3, 3.0), (8, 5.0)]
 
 
-def test_answers_that_were_lost_with_a_node_come_back_pending(scored, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [ray.exceptions.ObjectLostError("00" * 28, None, ""), ray.exceptions.ActorDiedError()],
+    ids=["lost", "died"],
+)
+def test_answers_that_were_lost_with_a_node_or_never_put_come_back_pending(scored, monkeypatch, error):
     def lost(ref):
-        raise ray.exceptions.ObjectLostError("00" * 28, None, "")
+        raise error
 
     monkeypatch.setattr(ray, "get", lost)
     (pair,) = scored.stream(envelope(sample(KEYS[0]), sample(KEYS[1])), functions=["length"])
