@@ -1,6 +1,6 @@
 """A driver of its own on the smallest object store, most of which something else takes after some steps; prints JSON.
 
-Run as ``python -m tests.faults.full_store MODEL FOLDER SPILL TAKEN_MB``: a process can be the driver of one
+Run as ``python -m tests.faults.full_store MODEL FOLDER SPILL TAKEN_MB [RESUMED]``: a process can be the driver of one
 Ray at a time, and the test session has one.
 """
 
@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Taker:
         return int(self.view.nbytes)
 
 
-def main(model: Path, folder: Path, spill: Path, taken_mb: int) -> None:
+def main(model: Path, folder: Path, spill: Path, taken_mb: int, *, resume: bool) -> None:
     """Train, and print what was spilled."""
     found = {"spilled": 0, "taken": 0}
     ray.init(
@@ -62,18 +63,20 @@ def main(model: Path, folder: Path, spill: Path, taken_mb: int) -> None:
     )
     over = threading.Event()
 
-    def meddle() -> None:
+    def meddle(taken_mb: int) -> None:
         taker: Any = ray.remote(num_cpus=0)(Taker).remote()
         while not over.wait(0.1):
             found["spilled"] = max(found["spilled"], sum(size(file) for file in spill.rglob("*")))
-            if taken_mb and not found["taken"] and newest_step(folder / "run" / "metrics.jsonl")[0] >= TAKEN_AFTER:
-                found["taken"] = ray.get(taker.take.remote(taken_mb * 2**20))
+            if taken_mb and newest_step(folder / "run" / "metrics.jsonl")[0] >= TAKEN_AFTER:
+                with suppress(ray.exceptions.RayError):  # the disk below is full already
+                    found["taken"] = ray.get(taker.take.remote(taken_mb * 2**20))
+                taken_mb = 0
 
-    thread = threading.Thread(target=meddle, daemon=True)
+    thread = threading.Thread(target=meddle, args=(taken_mb,), daemon=True)
     thread.start()
     config = small_config(model, folder, "run", *RUN)
     began = time.monotonic()
-    status = train(config, name="run", console=Console(stderr=True))
+    status = train(config, name="run", console=Console(stderr=True), resume=folder / "run" if resume else None)
     over.set()
     thread.join(30)
     sys.stdout.write("RESULT " + json.dumps({**found, "status": status, "seconds": time.monotonic() - began}) + "\n")
@@ -89,4 +92,4 @@ def size(file: Path) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), resume="RESUMED" in sys.argv)
