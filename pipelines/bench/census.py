@@ -19,15 +19,23 @@ _STORE = re.compile(
     r'Local resources: \{"total":\{[^}]*?object_store_memory: \[(\d+)\].*?"available": \{[^}]*?'
     r"object_store_memory: \[(\d+)\]"
 )
+_OWN = re.compile(r"^(RssAnon|VmSwap):\s+(\d+) kB$", re.MULTILINE)
 _RESOURCE_UNIT = 10_000
 """Ray counts resources in ten-thousandths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the processes of one role hold together. Unit of ``pss``: bytes."""
+    """What the processes of one role hold together.
 
-    pss: int
+    Attributes:
+        memory: Bytes that no other process shares and no file backs, swapped out or not. Proportional set sizes would
+            move with every other process on the machine that uses the same libraries.
+        threads: Threads.
+        descriptors: Open files.
+    """
+
+    memory: int
     threads: int
     descriptors: int
 
@@ -54,11 +62,11 @@ def take_census(root: int, directory: Path) -> Census:
     roles: dict[str, Usage] = {}
     for process in processes:
         role = "driver" if process.pid == root else role_of(process.command)
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):
             one = psutil.Process(process.pid)
             held = roles.get(role, Usage(0, 0, 0))
             roles[role] = Usage(
-                held.pss + one.memory_full_info().pss,
+                held.memory + anonymous_memory(process.pid),
                 held.threads + one.num_threads(),
                 held.descriptors + one.num_fds(),
             )
@@ -66,6 +74,12 @@ def take_census(root: int, directory: Path) -> Census:
     if session is not None:
         files["Ray logs"] = folder_size(session / "logs")
     return Census(roles=roles, store=None if session is None else store_bytes(session), files=files)
+
+
+def anonymous_memory(pid: int) -> int:
+    """Return the bytes of a process that are neither of a file nor shared, from ``/proc``; raises OSError."""
+    sizes = dict(_OWN.findall(Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")))
+    return 1024 * sum(map(int, sizes.values()))
 
 
 def run_files(run: RunDirectory) -> dict[str, int]:

@@ -78,7 +78,7 @@ class Reading:
 def run(options: Mapping[str, OptionValue]) -> BenchResult:
     """Train for ``minutes``, take a census every ``every_s`` seconds, and judge what grows."""
     if sys.platform != "linux":
-        raise UserError("bench soak reads proportional set sizes, which Linux alone knows")
+        raise UserError("bench soak reads /proc, which Linux alone has")
     minutes, every = float(options["minutes"]), float(options["every_s"])
     if every <= 0 or 60 * minutes < (_FEWEST + 1) * every / (1 - WARM_UP):
         raise UserError(f"minutes={minutes:g}, every_s={every:g}: too few readings to fit lines through")
@@ -168,8 +168,8 @@ def report(readings: Sequence[Reading]) -> BenchResult:
             *warnings,
             f"{len(readings)} readings over {readings[-1].seconds / 60:.1f} minutes, the first {WARM_UP:.0%} do not "
             f"count; {tokens_h:,.0f} tokens trained an hour; model tiny, one worker of each role, all stores on",
-            "flat: growth within two standard errors, or below 1 % of the size an hour; memory is proportional set "
-            "size",
+            "flat: growth within two standard errors, or below 1 % of the size an hour; memory is what a process holds "
+            "for itself, without files and the object store",
             f"logs may grow by {LOG_MB_H:g} MB/h; checkpoints and status have to stay as they are",
         ),
         more=(
@@ -234,7 +234,7 @@ def _files(readings: Sequence[Reading]) -> list[str]:
 
 def _usage(reading: Reading, role: str) -> tuple[float, float, float]:
     usage = reading.census.roles[role]
-    return float(usage.pss), float(usage.threads), float(usage.descriptors)
+    return float(usage.memory), float(usage.threads), float(usage.descriptors)
 
 
 def _key(role: str) -> str:

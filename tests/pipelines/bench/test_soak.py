@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +109,30 @@ def test_a_short_soak_of_a_real_run(tmp_path):
     assert result.figures["tokens_per_h"] > 0
     assert result.figures["history_bytes_per_token"] > 0
     assert (tmp_path / "soak" / "metrics.jsonl").exists()
+
+
+def test_memory_of_a_process_is_what_it_holds_for_itself(tmp_path):
+    script = """
+import mmap, sys
+from pathlib import Path
+from pipelines.bench.census import anonymous_memory
+import os
+before = anonymous_memory(os.getpid())
+path = Path(sys.argv[1])
+path.write_bytes(b"x" * (32 << 20))
+with path.open("rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    sum(mapped[at] for at in range(0, len(mapped), 4096))
+shared = mmap.mmap(-1, 32 << 20)
+for at in range(0, len(shared), 4096):
+    shared[at] = 1
+files = anonymous_memory(os.getpid()) - before
+held = bytearray(64 << 20)
+print(files, anonymous_memory(os.getpid()) - before - files)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "file")], capture_output=True, text=True, check=True
+    )
+    files, held = map(int, told.stdout.split())
+    assert files < 8 << 20, "neither a mapped file nor shared memory counts"
+    assert (60 << 20) < held < (72 << 20)
