@@ -20,7 +20,7 @@ from rich.console import Console
 
 from pipelines import conductor as conductor_module
 from pipelines.active_runs import CONDUCTOR, namespace_of, refuse_second, wait_for_orphans
-from pipelines.conductor import Conductor, Outcome
+from pipelines.conductor import Conductor
 from pipelines.config import Config
 from pipelines.faults import RunLost, cause_of_death, survivable, user_error
 from pipelines.monitoring import newest_step
@@ -30,6 +30,7 @@ from pipelines.restarts import Restarts, restart_point
 from pipelines.run_data import RunData
 from pipelines.session import MODEL_COMPONENT
 from pipelines.status import RunStatus
+from pipelines.supervisor import Outcome
 from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
 from storage.run_directory import RunDirectory

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from pipelines.active_runs import check_detachable, refuse_second
 from pipelines.cluster import check_placement, local_or_joined_ray
-from pipelines.conductor import Outcome
 from pipelines.config import Config
 from pipelines.config_loader import write_config
 from pipelines.driving import Drive, start_conductor
@@ -31,6 +30,7 @@ from pipelines.restarts import Restarts, newest_intact
 from pipelines.run_data import RunData, load_run_data, write_generated
 from pipelines.run_places import at_home, claim, hand_out, refuse_taken, take_up
 from pipelines.session import MODEL_COMPONENT
+from pipelines.supervisor import Outcome
 from storage.checkpoints import Checkpoint, CheckpointStore
 from storage.errors import UserError
 from storage.models import resolve_model
