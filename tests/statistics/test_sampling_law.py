@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -50,8 +52,11 @@ def p_value(counts, probabilities):
     return float(stats.chisquare(seen, hoped).pvalue)
 
 
+@cache
 def request_keys(n, seed=0):
-    return np.array([request_key(seed, i) for i in range(n)], np.uint64)
+    keys = np.array([request_key(seed, i) for i in range(n)], np.uint64)
+    keys.flags.writeable = False
+    return keys
 
 
 SETTINGS = [{}, {"temperature": 0.6}, {"top_k": 6}, {"top_p": 0.7}, {"temperature": 1.4, "top_k": 9, "top_p": 0.8}]
