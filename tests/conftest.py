@@ -21,6 +21,16 @@ settings.load_profile("slipstream")
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def leases_without_rivals() -> Iterator[None]:
+    """Nobody else wants the runs of a test at the same moment; tests of leases say how long they look for somebody."""
+    from storage.remote import lease
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease, "SETTLE_S", 0.05)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The built-in model that can do a part of the built-in task; built on first use, then cached for good."""
@@ -67,9 +77,14 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One local Ray for all tests; its workers can import ``tests``, and start as forks (see tests.warm_workers)."""
+    """One local Ray for all tests; its workers can import ``tests``, and start as forks (see tests.warm_workers).
+
+    Runs end without a picture of their curves, which takes as long as a small run does.
+    """
     import ray
     from ray._private.parameter import RayParams
+
+    import pipelines.launch
 
     changed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -98,6 +113,7 @@ def ray_session() -> Iterator[None]:
         with patch.context() as starting:
             starting.setattr(RayParams, "update_if_absent", update_if_absent)
             _start_ray()
+        patch.setattr(pipelines.launch, "draw_curves", lambda metrics, picture: picture)
         yield
         ray.shutdown()
         template.close()

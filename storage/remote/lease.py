@@ -72,13 +72,14 @@ class Lease:
         self.holder = holder
 
     @classmethod
-    def acquire(cls, objects: Objects, *, stale_s: float = STALE_S, settle_s: float = SETTLE_S) -> Lease:
+    def acquire(cls, objects: Objects, *, stale_s: float = STALE_S, settle_s: float | None = None) -> Lease:
         """Take the lease.
 
         Args:
             objects: The run.
             stale_s: Age at which somebody else's lease may be taken over.
-            settle_s: How long to wait before looking whether somebody else took it at the same time.
+            settle_s: How long to wait before looking whether somebody else took it at the same time; None for
+                :data:`SETTLE_S`.
 
         Raises:
             UserError: Somebody holds it; says who.
@@ -97,7 +98,7 @@ class Lease:
             )
         lease = cls(objects, Holder.myself())
         lease.write()
-        time.sleep(settle_s)
+        time.sleep(SETTLE_S if settle_s is None else settle_s)
         winner = _read(objects)
         if winner is None or winner.token != lease.holder.token:
             raise UserError(_refusal(objects, winner or lease.holder, 0.0, stale_s))

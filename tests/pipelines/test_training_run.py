@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
+import pipelines.launch
 from pipelines.launch import train
+from pipelines.plots import draw_curves
 from storage.checkpoints import CheckpointStore
 from storage.history.archive import RolloutArchive
 from storage.records import GroupKey
@@ -15,7 +17,10 @@ from tests.runs import small_config, small_run, steps_of, trained_keys
 @pytest.fixture(scope="module")
 def run(ray_session, random_llama, tmp_path_factory):
     parent = tmp_path_factory.mktemp("runs")
-    return small_run(random_llama, parent, "whole", "run.steps=4", "tracking.tensorboard=true", "evaluation.samples=2")
+    options = ("run.steps=4", "tracking.tensorboard=true", "evaluation.samples=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines.launch, "draw_curves", draw_curves)
+        return small_run(random_llama, parent, "whole", *options)
 
 
 def test_each_prompt_is_trained_exactly_once_per_epoch(run):
