@@ -7,12 +7,23 @@ from datetime import timedelta
 import torch
 import torch.multiprocessing as multiprocessing
 
+_IMPORTED = [
+    "actors.learner.learner",
+    "tests.actors.learner.test_ranks",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+]
+"""Imported once, in a process that does nothing else and starts no thread: all ranks are forks of it."""
+
 
 class RankPool:
     """``count`` processes; :meth:`run` calls a function on all of them."""
 
     def __init__(self, count, folder):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self.count = count
         self._pipes, self._processes = [], []
         for rank in range(count):
