@@ -33,9 +33,13 @@ _IMPORTED = (
     "actors.rollout.paced",
     "actors.rollout.questions",
     "actors.rollout.torch_engine",
+    "jsonschema",
+    "msgpack",
     "pipelines.config_loader",
     "pipelines.monitoring",
     "pipelines.progress",
+    "referencing.jsonschema",
+    "requests",
     "storage.checkpoints",
     "storage.history.archive",
     "storage.models",
@@ -44,8 +48,9 @@ _IMPORTED = (
     "torch._dynamo",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
+    "uvloop",
 )
-"""All that is slow to import but Ray, which reads the identity of its process as soon as it is loaded."""
+"""All that is slow to import but Ray, and what Ray imports: Ray itself does not start where it was loaded before."""
 
 _FORKABLE = {
     "OMP_WAIT_POLICY": "PASSIVE",
