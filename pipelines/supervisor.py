@@ -16,7 +16,7 @@ from pipelines.config import Config
 from pipelines.controls import Controls
 from pipelines.events_log import log_to
 from pipelines.faults import RunLost, brief, survivable, user_error
-from pipelines.interruption import Interrupted
+from pipelines.interruption import Interrupted, unless_stopped
 from pipelines.mirroring import Mirroring
 from pipelines.monitoring import newest_step
 from pipelines.plots import CURVES_FILE, draw_curves
@@ -158,7 +158,6 @@ class Supervisor:
         """Find out by itself what the dead conductor was given, and go on from the newest checkpoint."""
         await self._take_lock()
         await asyncio.to_thread(wait_for_orphans, self._directory.path.name)
-        await outlast_silent_nodes()
         resume = self._go_back(RunLost("the conductor died"))
         config = self._config
         model = self._base_model() if resume is None else resume.component(MODEL_COMPONENT)
@@ -188,7 +187,6 @@ class Supervisor:
                     resume = self._go_back(error)
                 except Exception as refusal:
                     return self._failure(refusal)
-            await outlast_silent_nodes()
             data = await self._placed(data, resume)
 
     def _here(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -295,6 +293,10 @@ class Supervisor:
         )
 
     async def _run(self, data: RunData, resume: Checkpoint | None, train: bool) -> Literal["finished", "stopped"]:
+        try:
+            await unless_stopped(outlast_silent_nodes(), self._stop)
+        except Interrupted:
+            return "stopped"
         session = Session(
             self._config,
             self._directory,
