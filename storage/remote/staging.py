@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import unquote
 
 import xxhash
 
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 _LEFT = ".left-"
 _UNREAD = ("rollouts/", "tensorboard/", "data/", "model/", "wandb/", "checkpoints/")
 """What a resumed run does not read; of the checkpoints it needs the newest."""
+
+_LEDGER = "ledger.jsonl"
+"""Every run has one in its folder, and none has it by this name at a URI."""
 
 Progress = Callable[[str], None]
 
@@ -57,6 +61,17 @@ def require_run(objects: Objects) -> None:
         near = run_names(objects.address.parent) if not objects.address.is_root else []
         hint = f"; there are {', '.join(near[:8])}" if near else ""
         raise UserError(f"{objects.address} is not a run: it has no {LIVE[0]}{hint}")
+
+
+def require_sent(objects: Objects) -> None:
+    """Raise ``UserError`` where a run without an index lies there as a folder, and not as a run with a URI sends it."""
+    if objects.info(_LEDGER) is not None:
+        address = objects.address
+        name = f"name it by its path, {unquote(address.body)}" if address.scheme == "file" else "fetch it to a folder"
+        raise UserError(
+            f"{address} is a run directory that lies there as a folder, not one that a run with run.directory at a URI "
+            f"has sent there: {name}"
+        )
 
 
 def create_staging(address: Address) -> Path:
@@ -93,6 +108,7 @@ def fill_staging(address: Address, objects: Objects, say: Progress) -> Path:
     index = read_index(objects)
     if index is None:
         require_run(objects)
+        require_sent(objects)
         raise UserError(
             f"{address} has no complete checkpoint to resume from, it ended before anything was sent: start a new run, "
             "under another name"

@@ -23,7 +23,7 @@ from storage.remote.index import Index, RemoteFile, read_index
 from storage.remote.kept import keep
 from storage.remote.marker import Marker, read_marker
 from storage.remote.objects import Objects, RemoteError
-from storage.remote.staging import fetch_all, require_run, run_names
+from storage.remote.staging import fetch_all, require_run, require_sent, run_names
 from storage.run_directory import RunDirectory
 
 _ALWAYS = ("metrics.jsonl",)
@@ -36,10 +36,13 @@ class RemoteView:
     """A run below an address, to be read while it goes on and afterwards; nothing is written there."""
 
     def __init__(self, address: Address, objects: Objects) -> None:
-        """Look at the run; use :func:`open_view`. Raises ``StorageError``."""
+        """Look at the run; use :func:`open_view`. Raises ``UserError``, ``StorageError``."""
         self.address = address
         self._objects = objects
-        self._index = read_index(objects) or Index(run="")
+        index = read_index(objects)
+        if index is None:
+            require_sent(objects)
+        self._index = index or Index(run="")
         self.path = keep("views", str(address)) / address.name
 
     def fetch(self, *prefixes: str) -> Path:

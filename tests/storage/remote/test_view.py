@@ -6,7 +6,10 @@ import pytest
 
 from storage.errors import UserError
 from storage.history.archive import RolloutArchive
+from storage.remote.address import Address
 from storage.remote.held_run import HeldRun, hold_new
+from storage.remote.objects import Objects
+from storage.remote.staging import fill_staging
 from storage.remote.view import RemoteArchive, archive_of, checkpoint_steps, open_view
 from storage.run_directory import RunDirectory
 from tests.storage.history.answers import SAMPLING, make_group
@@ -82,6 +85,17 @@ def test_a_folder_of_runs_means_the_newest_and_a_wrong_name_is_corrected(run):
         open_view(f"{parent}/frist")
     with pytest.raises(UserError, match=r"nowhere is not a run: it has no config\.yaml"):
         open_view(f"{parent}/other/nowhere")
+
+
+def test_a_plain_run_directory_is_not_taken_for_a_run_at_a_uri(tmp_path):
+    directory = RunDirectory.create(tmp_path, "plain")
+    directory.config.write_text("{}")
+    directory.ledger.write_text("")
+    with pytest.raises(UserError, match=f"as a folder, .*name it by its path, {directory.path}$"):
+        open_view(f"file://{tmp_path}/plain")
+    address = Address.parse(f"file://{tmp_path}/plain")
+    with pytest.raises(UserError, match="name it by its path"):
+        fill_staging(address, Objects(address), print)
 
 
 def test_steps_of_checkpoints_are_told_by_their_markers():
