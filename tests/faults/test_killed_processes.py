@@ -52,6 +52,7 @@ def test_killed_history_is_replaced_and_every_step_is_archived_once(ray_session,
     assert json.loads(run.status.read_text())["alarms"] == []
 
 
+@pytest.mark.slow
 def test_worker_that_dies_long_after_a_resume_finds_the_model_that_the_run_went_on_with(
     ray_session, random_llama, tmp_path
 ):
