@@ -22,11 +22,7 @@ from tests.runs import small_config, steps_of, trained_keys
 STEPS = 6
 LONG = ("rollout.max_tokens=60", "rollout.max_rows=2", "evaluation.before=false", "evaluation.after=false")
 SAVED = ("checkpoint.every=2", "tracking.tensorboard=true", f"run.steps={STEPS}")
-SLOW = (
-    "import pipelines.driving\n"
-    "from tests.faults.slow_conductor import SlowConductor\n"
-    "pipelines.driving.Conductor = SlowConductor\n"
-)
+SLOW = DETACHED.replace("BriefConductor", "SlowConductor")
 
 
 def assert_every_step_counts_once(path, steps=STEPS):
@@ -132,7 +128,7 @@ def test_conductor_that_dies_again_and_again_ends_the_run(ray_session, random_ll
 
 def test_conductor_of_a_detached_run_takes_over_from_its_dead_self(ray_session, random_llama, tmp_path):
     """Even where Ray has dealt with the call by which it does before it calls the conductor alive."""
-    done = python(SLOW + DETACHED, str(random_llama), str(tmp_path), "alone", "0", *LONG, *SAVED)
+    done = python(SLOW, str(random_llama), str(tmp_path), "alone", "0", *LONG, *SAVED)
     assert done.returncode == 0, done.stderr
     run = pipelines.attach("alone")
     status = until(run, step=3)

@@ -273,10 +273,13 @@ def python(script, *arguments, wait=True, **environment):
 DETACHED = (
     "import sys, time\n"
     "from pathlib import Path\n"
+    "import pipelines.driving\n"
     "from pipelines.launch import train\n"
+    "from tests.faults.conductors import BriefConductor\n"
     "from tests.runs import small_config\n"
     "model, parent, name, linger, *overrides = sys.argv[1:]\n"
     "config = small_config(Path(model), Path(parent), name, *overrides)\n"
+    "pipelines.driving.Conductor = BriefConductor\n"
     "status = train(config, name=name, detach=True)\n"
     "print('begun', flush=True)\n"
     "time.sleep(float(linger))\n"
