@@ -18,6 +18,10 @@ from tests import warm_workers
 settings.register_profile("slipstream", deadline=None)
 settings.load_profile("slipstream")
 
+# Threads of small models that spin while they wait for each other take the cores from everybody else. Read by OpenMP
+# when torch is loaded, here and in every process that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 ROOT = Path(__file__).parents[1]
 
 
