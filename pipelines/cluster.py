@@ -26,6 +26,8 @@ _BOOTSTRAP = Path.home() / "ray_bootstrap_config.yaml"
 _NODE_TYPE = "ray.io/node-group"
 _PLENTY = 1024.0
 _START_ATTEMPTS = 2
+_CALLS_SHOWN = 10_000
+"""Calls that the dashboard of a local Ray knows, 3 kB each; by itself Ray would keep 100,000."""
 _TOO_SLOW = "timed out during startup"
 _HOPE = "cluster.wait_for_nodes=true waits for an autoscaler instead"
 
@@ -154,6 +156,7 @@ def _join(config: Config, address: str) -> Any:
 
 
 def _start(config: Config, attempts: int = _START_ATTEMPTS) -> Any:
+    os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", str(_CALLS_SHOWN))
     try:
         return ray.init(
             address="local",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import numpy as np
 import ray
@@ -69,14 +70,39 @@ def test_each_answer_is_let_go_of_at_each_age_and_then_forgotten():
             self.number = number
 
         def binary(self):
-            return bytes([self.number])
+            return bytes([self.number] * 28)
 
     now, gone = 0.0, []
     forgotten = ForgottenAnswers(gone.append, clock=lambda: now)
     forgotten.note(Ref(1))
     times = []
     for now in (AGES_S[0] - 1, AGES_S[0], AGES_S[0] + 1, AGES_S[1], AGES_S[2], AGES_S[2] + 1, 2 * AGES_S[2]):
-        known = gone.count(b"\1")
+        known = gone.count(Ref(1).binary())
         forgotten.note(Ref(2))
-        times += [now] * (gone.count(b"\1") - known)
+        times += [now] * (gone.count(Ref(1).binary()) - known)
     assert times == list(AGES_S)
+
+
+def test_ids_take_little_memory_and_none_is_let_go_of_early():
+    class Ref:
+        def __init__(self, number):
+            self.id = number.to_bytes(28)
+
+        def binary(self):
+            return self.id
+
+    now, gone = 0.0, []
+    forgotten = ForgottenAnswers(lambda answer: gone.append((int.from_bytes(answer), now)), clock=lambda: now)
+    tracemalloc.start()
+    for number in range(20_000):
+        now = number / 1000  # a thousand a second
+        forgotten.note(Ref(number))
+    assert tracemalloc.get_traced_memory()[0] < 20_000 * 40
+    tracemalloc.stop()
+    assert not gone
+    for number in range(20_000, 60_000):
+        now = number / 1000
+        forgotten.note(Ref(number))
+    assert [number for number, _ in gone] == list(range(len(gone)))
+    assert len(gone) >= 28_000
+    assert all(AGES_S[0] <= at - number / 1000 <= AGES_S[0] + 1.1 for number, at in gone)

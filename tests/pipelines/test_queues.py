@@ -52,7 +52,7 @@ def kept(queue):
         if hasattr(actor, "_passed"):
             # What left a while ago is let go of as other items leave; here none follow.
             waiting, let_go = actor._passed._waiting[0], actor._passed._let_go
-            for _, answer in waiting:
+            for answer in [answer for seconds in waiting for answer in seconds.ids()]:
                 let_go(answer)
             waiting.clear()
         return ray._private.worker.global_worker.core_worker.get_memory_store_size()
