@@ -26,7 +26,7 @@ _BOOTSTRAP = Path.home() / "ray_bootstrap_config.yaml"
 _NODE_TYPE = "ray.io/node-group"
 _PLENTY = 1024.0
 _START_ATTEMPTS = 2
-_CALLS_SHOWN = 10_000
+_CALLS_SHOWN = 3_000
 """Calls that the dashboard of a local Ray knows, 3 kB each; by itself Ray would keep 100,000."""
 _TOO_SLOW = "timed out during startup"
 _HOPE = "cluster.wait_for_nodes=true waits for an autoscaler instead"
