@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ class Role:
         yield np.ones(200_000, np.uint8)
         yield "second"
         if how == "killed":
+            time.sleep(2.0)  # the header is sent by another thread
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raised":
             raise ValueError("no room")
