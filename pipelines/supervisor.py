@@ -168,7 +168,7 @@ class Supervisor:
         deadline = time.monotonic() + _LOCK_PATIENCE_S
         while True:
             try:
-                self._lock.enter_context(self._directory.lock())
+                self.lock()
                 return
             except UserError:
                 if time.monotonic() > deadline:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import time
 import tracemalloc
 
-import numpy as np
 import ray
 
 from pipelines.forgotten_answers import AGES_S, ForgottenAnswers
+from tests.pipelines.borrowing import Source, answers_kept
 
 ANSWERS = 40
-
-
-@ray.remote(num_cpus=0)
-class Source:
-    def answers(self, count):
-        for i in range(count):
-            yield np.full(1000, i)
 
 
 @ray.remote(num_cpus=0)
@@ -33,10 +26,6 @@ class Borrower:
 
     def drop(self):
         self.held.clear()
-
-
-def answers_kept():
-    return ray._private.worker.global_worker.core_worker.get_memory_store_size()
 
 
 def test_an_answer_that_another_process_held_last_is_freed_and_one_in_use_is_not(ray_session):

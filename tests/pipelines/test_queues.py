@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import ray
 from ray.util.queue import Queue
 
@@ -20,15 +19,9 @@ from actors.bundles import (
 )
 from pipelines.queues import BoundedQueue
 from storage.records import GroupKey
+from tests.pipelines.borrowing import Source, answers_kept
 
 ANSWERS = 200
-
-
-@ray.remote(num_cpus=0)
-class Source:
-    def answers(self, count):
-        for i in range(count):
-            yield np.full(1000, i)
 
 
 @ray.remote(num_cpus=0)
@@ -55,7 +48,7 @@ def kept(queue):
             for answer in [answer for seconds in waiting for answer in seconds.ids()]:
                 let_go(answer)
             waiting.clear()
-        return ray._private.worker.global_worker.core_worker.get_memory_store_size()
+        return answers_kept()
 
     return ray.get(queue.actor.__ray_call__.remote(count))
 
