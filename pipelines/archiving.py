@@ -15,7 +15,8 @@ import ray
 
 from actors.bundles import RecordEnvelope
 from pipelines.faults import brief, user_error
-from pipelines.flow import SampleFlow, pairs, run_stream
+from pipelines.flow import SampleFlow
+from pipelines.role_streams import run_pairs
 from pipelines.roles import Roles
 from pipelines.status import StatusBoard
 from storage.records import TRAIN_SPLIT, GroupKey, SampleHeader
@@ -92,9 +93,9 @@ class Archiving:
         assert self._roles.history is not None
         while True:
             await self._roles.locate_history()
-            stream = run_stream(self._roles.history, self._roles.history_queue)
+            stream = run_pairs(self._roles.history, self._roles.history_queue)
             try:
-                async for (split, step, failure, lost), _ in pairs(stream):
+                async for (split, step, failure, lost), _ in stream:
                     self._fruitless = 0
                     self._say(f"answers are no longer kept for drafts: {failure}" if failure else "")
                     self._note(step, lost)

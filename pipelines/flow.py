@@ -11,22 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.experimental.locations import get_local_object_locations
 
 from actors.bundles import BundleHeader, Call, GroupEnvelope, Resumption, RewardEnvelope
 from actors.channels import GET_DEADLINE_S
 from pipelines.drafting import DraftRequests
 from pipelines.faults import RunLost, brief, cause_of_death
 from pipelines.fleet import Fleet
-from pipelines.forgotten_answers import ForgottenAnswers
 from pipelines.leases import Lease, SampleDone, SampleId, Stage
-from pipelines.roles import Role, Roles
+from pipelines.role_streams import pairs, run_pairs
+from pipelines.roles import Roles
 from pipelines.utilisation import EngineLoad
 from storage.records import Assignment, GroupKey, SampleHeader
 
@@ -34,8 +32,6 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 _INTERRUPT_DEADLINE_S = 60.0
-_LARGEST_ERROR_BYTES = 1 << 16
-_LOOK_S = 10.0
 
 
 class SampleFlow:
@@ -308,8 +304,7 @@ class SampleFlow:
         while True:
             role = self._roles.reward[index]
             try:
-                stream = run_stream(role, self._roles.reward_queue)
-                async for header, ref in pairs(stream):
+                async for header, ref in run_pairs(role, self._roles.reward_queue):
                     self.fleet.delivered(f"reward-{index}")
                     for position, item in enumerate(header.items):
                         self._scored(item, ref, position)
@@ -401,44 +396,3 @@ class SampleFlow:
     def _stage(self, key: GroupKey, index: int) -> str:
         lease = self._leases.get((key, index))
         return lease.stage if lease else "forgotten"
-
-
-_yielded = ForgottenAnswers()
-"""One for the process: so is Ray's store of small answers."""
-
-
-def run_stream(role: Role, queue: Any) -> Any:
-    """Start a role's loop over ``queue``; the caller owns what it yields."""
-    return role.actor.run.options(num_returns="streaming", name=f"run[{role.name}]").remote(queue)
-
-
-async def pairs(stream: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """Iterate a streaming generator of (header, payload): headers as values, payloads as references.
-
-    Raises what ended the role, also where Ray puts that in the place of a payload, which nobody looks at: no room in
-    the object store and on the disk below it, or a death between the two.
-    """
-    iterator = stream.__aiter__()
-    payload: Any = None
-    while True:
-        try:
-            header = await (await iterator.__anext__())
-        except StopAsyncIteration:
-            await _raise_hidden(payload)
-            return
-        payload = await iterator.__anext__()
-        _yielded.note(payload)
-        yield header, payload
-
-
-async def _raise_hidden(payload: Any) -> None:
-    """Raise the error that the last item of a stream is; an answer is not fetched, if its size tells that it is one."""
-    if isinstance(payload, ray.ObjectRef):
-        known = get_local_object_locations([payload]).get(payload, {})
-        if (known.get("object_size") or 0) <= _LARGEST_ERROR_BYTES:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(_resolved(payload), _LOOK_S)
-
-
-async def _resolved(reference: Any) -> None:
-    await reference

@@ -17,7 +17,7 @@ from pipelines.cluster import shortage
 from pipelines.config import Config
 from pipelines.controls import Controls, RecentMetrics
 from pipelines.drafting import DraftRequests
-from pipelines.flow import SampleFlow, pairs, run_stream
+from pipelines.flow import SampleFlow
 from pipelines.generation import change_rules, make_runner
 from pipelines.held_out_evaluation import HeldOutEvaluation
 from pipelines.interruption import Interrupted, quietly
@@ -29,6 +29,7 @@ from pipelines.monitoring import MonitorGroup, open_monitors, read_records
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.restarts import Restarts, cut_back
+from pipelines.role_streams import run_pairs
 from pipelines.roles import Published, Roles, home_node
 from pipelines.rounds import RoundRunner
 from pipelines.run_data import RunData
@@ -191,7 +192,7 @@ class Session:
             await self._started("rollout workers", self._roles.find_engines())
             self._roles.start_learner(learner_directory)
         if self._roles.learner is not None:
-            stream = pairs(run_stream(self._roles.learner, self._roles.learner_queue))
+            stream = run_pairs(self._roles.learner, self._roles.learner_queue)
             self._learner = LearnerEvents(stream, self._flow.fail)
             header, ref = await self._started("learner", self._learner.next())
             self._roles.published = Published(header.manifest, ref)

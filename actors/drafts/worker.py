@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -12,6 +12,7 @@ import ray
 from actors.bundles import RecordEnvelope, StopEnvelope
 from actors.channels import QueueReader, fetch_groups
 from actors.drafts.options import SpeculationOptions
+from actors.turns import turn
 from storage.files import StorageError
 from storage.records import TRAIN_SPLIT, Int32Array, SamplingParams
 
@@ -69,6 +70,7 @@ class DraftRetrievalWorker:
         self._news = threading.Condition()
         self._failure = ""
         self._observed = recorded or 0
+        self._loop: Iterator[Any] | None = None
         if history is None:
             self._ready.set()
             return
@@ -82,13 +84,44 @@ class DraftRetrievalWorker:
         return "DraftRetrievalWorker"
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
-    def run(self, queue: Any) -> Any:
-        """Record envelopes until a :class:`StopEnvelope`; yields (split, step, failure, lost) after each, then None.
+    def run(self, queue: Any) -> Iterator[Any]:
+        """Record envelopes until a :class:`StopEnvelope`, in turns (see :func:`actors.turns.turn`).
+
+        Yields (split, step, failure, lost) after each, then None.
 
         ``failure`` says why answers are not kept for drafts, ``lost`` why this envelope's were not archived; both are
         empty while all is well. A disk that refuses the archive costs no drafts, and is tried again with the next step.
         The second yield keeps the header-then-payload rhythm of the other roles.
         """
+        self._loop = self._loop or self._record(queue)
+        yield from turn(self._loop)
+
+    @ray.method(concurrency_group="packs")  # type: ignore[untyped-decorator]
+    def pack(self, prompts: list[Int32Array], after_step: int) -> DraftPack | None:
+        """Return the drafts for some prompts; None when no history is kept.
+
+        Waits a little for the groups of ``after_step``, which may still be in the queue.
+        """
+        retriever = self._after(after_step)
+        return None if retriever is None else retriever.pack(prompts)
+
+    @ray.method(concurrency_group="packs")  # type: ignore[untyped-decorator]
+    def answers(self, prompts: list[Int32Array], known: Mapping[int, Stamp], after_step: int) -> PastAnswers | None:
+        """Return what a retriever on another node makes its drafts of; None when no history is kept. Waits likewise."""
+        retriever = self._after(after_step)
+        return None if retriever is None else retriever.answers(prompts, known)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def node(self) -> str:
+        """Ray's id of the node that the packs are made on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def health(self) -> dict[str, float]:
+        """Return counters of indexes and store; an empty one without history."""
+        return {} if self._retriever is None else self._retriever.stats()
+
+    def _record(self, queue: Any) -> Iterator[Any]:
         reader = QueueReader(queue)
         while True:
             envelope = reader.get()
@@ -125,31 +158,6 @@ class DraftRetrievalWorker:
         reader.close()
         if self._retriever is not None:
             self._retriever.close()
-
-    @ray.method(concurrency_group="packs")  # type: ignore[untyped-decorator]
-    def pack(self, prompts: list[Int32Array], after_step: int) -> DraftPack | None:
-        """Return the drafts for some prompts; None when no history is kept.
-
-        Waits a little for the groups of ``after_step``, which may still be in the queue.
-        """
-        retriever = self._after(after_step)
-        return None if retriever is None else retriever.pack(prompts)
-
-    @ray.method(concurrency_group="packs")  # type: ignore[untyped-decorator]
-    def answers(self, prompts: list[Int32Array], known: Mapping[int, Stamp], after_step: int) -> PastAnswers | None:
-        """Return what a retriever on another node makes its drafts of; None when no history is kept. Waits likewise."""
-        retriever = self._after(after_step)
-        return None if retriever is None else retriever.answers(prompts, known)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def node(self) -> str:
-        """Ray's id of the node that the packs are made on."""
-        return str(ray.get_runtime_context().get_node_id())
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def health(self) -> dict[str, float]:
-        """Return counters of indexes and store; an empty one without history."""
-        return {} if self._retriever is None else self._retriever.stats()
 
     def _observed_step(self, envelope: RecordEnvelope) -> None:
         if envelope.split == TRAIN_SPLIT:

@@ -29,6 +29,7 @@ from actors.learner.asynchrony_options import AsynchronyOptions
 from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.learner.worker import QueueChannel
 from actors.threads import set_torch_threads
+from actors.turns import async_turn
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class LearnerGroup:
         self._inboxes: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(options.workers)]
         self._answers: asyncio.Queue[tuple[int, LearnerHeader, npt.NDArray[np.uint8] | None]] = asyncio.Queue()
         self._ended: asyncio.Future[BaseException | None] | None = None
+        self._loop: AsyncIterator[Any] | None = None
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
@@ -95,12 +97,17 @@ class LearnerGroup:
     async def run(self, queue: Any) -> AsyncIterator[Any]:
         """Start the ranks, announce the published weights, then train until a :class:`StopEnvelope`.
 
-        Yields headers and flat buffers, as ``LearnerWorker.run`` does.
+        Yields headers and flat buffers in turns, as ``LearnerWorker.run`` does.
 
         Raises:
             UserError: What a rank raised and the user can mend.
             LearnerGroupError: A rank died or failed, or the group could not be started.
         """
+        self._loop = self._loop or self._work(queue)
+        async for item in async_turn(self._loop):
+            yield item
+
+    async def _work(self, queue: Any) -> AsyncIterator[Any]:
         from actors.weights import HandOver
 
         with tempfile.TemporaryDirectory(prefix="slipstream-learners-", ignore_cleanup_errors=True) as folder:

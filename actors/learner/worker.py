@@ -17,6 +17,7 @@ from actors.channels import QueueReader, fetch_groups
 from actors.learner.asynchrony_options import AsynchronyOptions
 from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.threads import set_torch_threads
+from actors.turns import turn
 
 if TYPE_CHECKING:
     from actors.learner.learn import Command
@@ -80,6 +81,7 @@ class LearnerWorker:
         :func:`actors.learner.learn.announce`.
         """
         self._takes_turns = takes_turns
+        self._loop: Iterator[Any] | None = None
         set_torch_threads(options.threads or len(os.sched_getaffinity(0)))
         from actors.learner.learner import Learner
         from storage.remote.parcels import local_folder
@@ -105,7 +107,19 @@ class LearnerWorker:
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
     def run(self, queue: Any) -> Iterator[Any]:
-        """Announce the published weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers."""
+        """Announce the published weights, then train until a :class:`StopEnvelope`; yields headers and flat buffers.
+
+        In turns: see :func:`actors.turns.turn`.
+        """
+        self._loop = self._loop or self._work(queue)
+        yield from turn(self._loop)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def health(self) -> dict[str, float]:
+        """Return the version that the learner is on."""
+        return {"version": float(self._learner.version)}
+
+    def _work(self, queue: Any) -> Iterator[Any]:
         from actors.learner.learn import announce
         from actors.weights import HandOver
 
@@ -114,8 +128,3 @@ class LearnerWorker:
             payload = None if buffer is None else HandOver(buffer)
             del buffer  # a snapshot is as large as the model: none may outlive its hand-over
             yield payload
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def health(self) -> dict[str, float]:
-        """Return the version that the learner is on."""
-        return {"version": float(self._learner.version)}

@@ -14,6 +14,7 @@ from actors.bundles import Bundle, BundleHeader, RewardEnvelope, StopEnvelope, b
 from actors.channels import QueueReader
 from actors.reward.options import RewardOptions
 from actors.reward.pool import ScoreItem, ScoreResult, ScoringPool
+from actors.turns import turn
 from storage.records import GroupKey, Prompt, Sample, SampleHeader
 
 CONCURRENCY_GROUPS = {"work": 1, "control": 2}
@@ -37,14 +38,32 @@ class RewardWorker:
         self._pool = ScoringPool(options)
         self._busy_s = 0.0
         self._last_progress = time.time()
+        self._loop: Iterator[BundleHeader | Bundle] | None = None
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
         return f"RewardWorker({self._name})"
 
     @ray.method(concurrency_group="work")  # type: ignore[untyped-decorator]
-    def run(self, queue: Any) -> Iterator[BundleHeader | Bundle]:
-        """Take envelopes until a :class:`StopEnvelope`; yields a header and a scored bundle as results come in."""
+    def run(self, queue: Any) -> Iterator[Any]:
+        """Take envelopes until a :class:`StopEnvelope`, in turns (see :func:`actors.turns.turn`).
+
+        Yields a header and a scored bundle as results come in.
+        """
+        self._loop = self._loop or self._work(queue)
+        yield from turn(self._loop)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def health(self) -> dict[str, float]:
+        """Return ``pending`` samples, ``busy_s`` of scoring and the wall-clock second of the last result."""
+        return {"pending": self._pool.pending, "busy_s": self._busy_s, "last_progress": self._last_progress}
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def close(self) -> None:
+        """End the scoring processes."""
+        self._pool.close()
+
+    def _work(self, queue: Any) -> Iterator[BundleHeader | Bundle]:
         reader = QueueReader(queue)
         waiting: dict[_Identity, _Waiting] = {}
         prompts: dict[GroupKey, Prompt] = {}
@@ -85,16 +104,6 @@ class RewardWorker:
                 for key in {one.header.key for one in done} - {key for key, *_ in waiting}:
                     prompts.pop(key, None)
         reader.close()
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def health(self) -> dict[str, float]:
-        """Return ``pending`` samples, ``busy_s`` of scoring and the wall-clock second of the last result."""
-        return {"pending": self._pool.pending, "busy_s": self._busy_s, "last_progress": self._last_progress}
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def close(self) -> None:
-        """End the scoring processes."""
-        self._pool.close()
 
     def _item(self, identity: _Identity, sample: Sample, prompt: Prompt, deadline: float | None) -> ScoreItem:
         return ScoreItem(

@@ -11,6 +11,7 @@ import ray
 
 from pipelines import archiving
 from pipelines.archiving import MAX_FRUITLESS_RESTARTS, Archiving
+from pipelines.role_streams import pairs
 from storage.records import GroupKey
 from tests.pipelines.flows.world import Stream, died
 
@@ -84,7 +85,7 @@ def key(step: int) -> GroupKey:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(archiving, "run_stream", lambda role, _queue: role.stream)
+    monkeypatch.setattr(archiving, "run_pairs", lambda role, _queue: pairs(role.stream))
     return SimpleNamespace
 
 

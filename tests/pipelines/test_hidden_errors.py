@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 
-from pipelines.flow import pairs
+from pipelines.role_streams import pairs
 
 
 class Role:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import ray
 
+from actors import turns
 from actors.bundles import RecordEnvelope, StopEnvelope
 from actors.drafts import worker
 from actors.drafts.options import SpeculationOptions
+from actors.turns import TurnOver
 from storage.files import StorageError
 from storage.history.archive import RolloutArchive
 from storage.history.store import HistoryStore
@@ -39,6 +41,7 @@ def steps_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: Exception)
             raise error
         return [make_group(groups[0])]
 
+    monkeypatch.setattr(turns, "PAIRS_A_TURN", 1)
     monkeypatch.setattr(worker, "fetch_groups", fetched)
     monkeypatch.setattr(worker, "QueueReader", Reader)
     envelopes = [record(1), record(2), record(3), StopEnvelope()]
@@ -46,10 +49,11 @@ def steps_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: Exception)
         str(tmp_path / "train"), None, 1, {"train": SamplingParams(max_tokens=8)}, SpeculationOptions()
     )
     headers = []
-    for header in role.run(envelopes):
-        if header is not None:
-            headers.append(header)
-            assert header[3] == "" or role._observed == header[1], "packs would wait for it"
+    for _ in range(len(envelopes)):  # turns; a turn after the end is empty
+        for header in role.run(envelopes):
+            if header is not None and not isinstance(header, TurnOver):
+                headers.append(header)
+                assert header[3] == "" or role._observed == header[1], "packs would wait for it"
     return headers
 
 

@@ -12,10 +12,12 @@ import ray
 import torch
 from ray.util.queue import Queue
 
+from actors import turns
 from actors.bundles import Bundle, GroupEnvelope, RateEnvelope, SaveEnvelope, StepEnvelope, StopEnvelope
 from actors.learner import train_group
 from actors.learner.options import AlgorithmOptions, LearnerOptions
 from actors.learner.train_group import LearnerGroup, LearnerGroupError
+from actors.turns import TurnOver
 from actors.weights import unpack, verify
 from storage.errors import UserError
 from tests.actors.learner.batches import make_learner, random_groups
@@ -42,7 +44,11 @@ class Group:
             resume_directory=None if resume is None else str(resume),
         )
         wait_until_it_answers(self.actor)
+        ray.get(self.actor.__ray_call__.remote(lambda _: setattr(turns, "PAIRS_A_TURN", 2)))
         self.queue = Queue(actor_options={"num_cpus": 0})
+        self._begin_turn()
+
+    def _begin_turn(self):
         self.stream = self.actor.run.options(num_returns="streaming").remote(self.queue)
 
     def put(self, envelope):
@@ -62,7 +68,11 @@ class Group:
         """The next header and the reference to its payload."""
         ready, _ = ray.wait([self.stream], timeout=DEADLINE_S)
         assert ready, "the group does not answer"
-        return ray.get(next(self.stream)), next(self.stream)
+        header, payload = ray.get(next(self.stream)), next(self.stream)
+        if not isinstance(header, TurnOver):
+            return header, payload
+        self._begin_turn()
+        return self.next()
 
     def close(self):
         ray.kill(self.actor)

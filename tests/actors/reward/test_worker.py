@@ -8,8 +8,10 @@ import pytest
 import ray
 from ray.util.queue import Empty
 
+from actors import turns
 from actors.bundles import Bundle, BundleHeader, RewardEnvelope, StopEnvelope
 from actors.reward.worker import RewardWorker
+from actors.turns import TurnOver
 from storage.records import GroupKey, Prompt, Sample, SampleHeader, Segment
 from tests.actors.reward.conftest import options
 
@@ -48,13 +50,23 @@ def envelope(*samples, **extra):
 def scored(monkeypatch):
     """Scores envelopes with functions of the module; returns headers and samples by key and index."""
     monkeypatch.setattr(ray, "get", lambda ref: ref)
+    monkeypatch.setattr(turns, "PAIRS_A_TURN", 1)
     workers = []
 
     def pairs(*envelopes, functions, **settings):
         worker = RewardWorker("reward-0", options(*functions, **settings))
         workers.append(worker)
-        stream = worker.run(LocalQueue(*envelopes, StopEnvelope()))
-        return [(header, next(stream)) for header in stream]
+        queue, found, over = LocalQueue(*envelopes, StopEnvelope()), [], False
+        while not over:
+            over = True
+            stream = worker.run(queue)
+            for header in stream:
+                payload = next(stream)
+                if isinstance(header, TurnOver):
+                    over = False
+                else:
+                    found.append((header, payload))
+        return found
 
     def run(*envelopes, **settings):
         headers, samples = {}, {}
