@@ -68,9 +68,10 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A census, when it was taken (seconds since the first step), and the tokens trained by then."""
+    """A census, when it was taken (seconds since the first step), and the steps and tokens trained by then."""
 
     seconds: float
+    steps: float
     tokens: float
     census: Census
 
@@ -117,8 +118,9 @@ def observe(parent: Path, seconds: float, every_s: float, seed: int) -> list[Rea
                 process.kill()
                 process.wait()
     times, tokens = trained_tokens(directory)
-    known = np.interp([began + passed for passed, _ in taken], times, tokens)
-    return [Reading(passed, float(count), census) for (passed, census), count in zip(taken, known, strict=True)]
+    at = [began + passed for passed, _ in taken]
+    known = zip(taken, np.interp(at, times, np.arange(len(times)) + 1.0), np.interp(at, times, tokens), strict=True)
+    return [Reading(passed, float(steps), float(count), census) for (passed, census), steps, count in known]
 
 
 def trained_tokens(directory: Path) -> tuple[list[float], list[float]]:
@@ -138,6 +140,7 @@ def report(readings: Sequence[Reading]) -> BenchResult:
     disk = _series(seconds, {what: [float(r.census.files.get(what, 0)) for r in counted] for what in _files(counted)})
     hours = (counted[-1].seconds - counted[0].seconds) / 3600.0
     tokens_h = (counted[-1].tokens - counted[0].tokens) / hours if hours else 0.0
+    steps_h = (counted[-1].steps - counted[0].steps) / hours if hours else 0.0
     rows = [_row(role, line, "flat" if line.flat else "LEAKS") for role, line in memory.items()]
     rows.append(_row("object store", objects, "flat" if objects.flat else "LEAKS"))
     disk_rows = []
@@ -153,6 +156,7 @@ def report(readings: Sequence[Reading]) -> BenchResult:
         "object_store_slope_mb_h": objects.slope / _MEGA,
         "log_growth_mb_h": sum(disk[what].slope for what in LOGS if what in disk) / _MEGA,
         "history_bytes_per_token": disk["history"].slope / tokens_h if tokens_h and "history" in disk else 0.0,
+        "steps_per_h": steps_h,
         "tokens_per_h": tokens_h,
         "projected_24h_gb": sum(line.after(_DAY_H) for line in disk.values()) / 1e9,
         "projected_24h_memory_gb": sum(line.after(_DAY_H) for line in memory.values()) / 1e9,
@@ -167,7 +171,8 @@ def report(readings: Sequence[Reading]) -> BenchResult:
         notes=(
             *warnings,
             f"{len(readings)} readings over {readings[-1].seconds / 60:.1f} minutes, the first {WARM_UP:.0%} do not "
-            f"count; {tokens_h:,.0f} tokens trained an hour; model tiny, one worker of each role, all stores on",
+            f"count; {steps_h:,.0f} steps and {tokens_h:,.0f} trained tokens an hour; model tiny, one worker of each "
+            "role, all stores on",
             "flat: growth within two standard errors, or below 1 % of the size an hour; memory is what a process holds "
             "for itself, without files and the object store",
             f"logs may grow by {LOG_MB_H:g} MB/h; checkpoints and status have to stay as they are",

@@ -30,7 +30,7 @@ def readings(count=120, hours=0.5, seed=0, *, leak_mb_h=0.0, **growth_mb_h):
             "conductor": Usage(int(100e6 + 1e6 * noise.normal()), 10, 30 + i % 2),
         }
         files = {name: int(1e6 + growth_mb_h.get(name.replace(" ", "_"), 0) * 1e6 * at) for name in NOTHING}
-        found.append(soak.Reading(at * HOUR, 2e6 * at, Census(roles=roles, store=int(5e6), files=files)))
+        found.append(soak.Reading(at * HOUR, 1e4 * at, 2e6 * at, Census(roles=roles, store=int(5e6), files=files)))
     return found
 
 
@@ -42,6 +42,8 @@ def test_noise_is_flat(seed):
     assert not [note for note in result.notes if "WARNING" in note]
     assert {row[0]: row[4] for row in result.rows} == {"learner": "flat", "conductor": "flat", "object store": "flat"}
     assert result.figures["projected_24h_memory_gb"] == pytest.approx(0.5, rel=0.02)
+    assert result.figures["steps_per_h"] == pytest.approx(1e4)
+    assert result.figures["tokens_per_h"] == pytest.approx(2e6)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -74,7 +76,9 @@ def test_stores_grow_with_the_data_and_logs_may_not():
 
 def test_open_files_that_are_never_closed_are_shown():
     found = [
-        soak.Reading(r.seconds, r.tokens, Census(roles={"learner": Usage(1, 5, 10 + i)}, store=0, files=NOTHING))
+        soak.Reading(
+            r.seconds, r.steps, r.tokens, Census(roles={"learner": Usage(1, 5, 10 + i)}, store=0, files=NOTHING)
+        )
         for i, r in enumerate(readings())
     ]
     (row,) = soak.report(found).more[1].rows
@@ -106,7 +110,7 @@ def test_the_object_store_is_read_from_what_the_raylet_writes_down(tmp_path):
 def test_a_short_soak_of_a_real_run(tmp_path):
     result = soak.run({"minutes": 0.5, "every_s": 1.0, "seed": 0, "keep": str(tmp_path)})
     assert {"learner", "rollout", "reward", "history", "conductor", "queues", "driver"} <= {r[0] for r in result.rows}
-    assert result.figures["tokens_per_h"] > 0
+    assert result.figures["tokens_per_h"] > result.figures["steps_per_h"] > 0
     assert result.figures["history_bytes_per_token"] > 0
     assert (tmp_path / "soak" / "metrics.jsonl").exists()
 
