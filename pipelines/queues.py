@@ -15,9 +15,6 @@ from ray.util.queue import Queue, _QueueActor
 from actors.bundles import refs_in
 from pipelines.forgotten_answers import ForgottenAnswers
 
-FREED_AFTER_S = (30.0,)
-"""Age at which an answer that went through is let go of: the call that put it has long returned."""
-
 
 class ForgettingQueueActor(_QueueActor):  # type: ignore[misc]  # Ray's classes have no types
     """Ray's queue actor; remembers what leaves it for a while and then lets go of it for good."""
@@ -25,7 +22,7 @@ class ForgettingQueueActor(_QueueActor):  # type: ignore[misc]  # Ray's classes 
     def __init__(self, maxsize: int) -> None:
         """Make an empty queue of at most ``maxsize`` items."""
         super().__init__(maxsize)
-        self._passed = ForgottenAnswers(ages_s=FREED_AFTER_S)
+        self._passed = ForgottenAnswers()
 
     async def get(self, timeout: float | None = None) -> Any:
         """Return the next item; raises ``ray.util.queue.Empty`` if none comes within ``timeout`` seconds."""

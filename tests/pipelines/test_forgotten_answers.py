@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 import tracemalloc
+from itertools import pairwise
 
+import pytest
 import ray
 
-from pipelines.forgotten_answers import AGES_S, ForgottenAnswers
+from pipelines.forgotten_answers import LATER_S, SOON_S, ForgottenAnswers
 from tests.pipelines.borrowing import Source, answers_kept
 
 ANSWERS = 40
@@ -37,15 +40,16 @@ def test_an_answer_that_another_process_held_last_is_freed_and_one_in_use_is_not
         forgotten.note(ref)
         ray.get(borrower.take.remote([ref]))
     del ref
-    now = AGES_S[0]
     extra = ray.put(0)
-    forgotten.note(extra)  # all are old enough to be let go of, and the borrower still holds them
-    assert ray.get([borrower.value.remote(i) for i in range(ANSWERS)]) == list(range(ANSWERS))
+    for age in (SOON_S, SOON_S + LATER_S, SOON_S + 2 * LATER_S):
+        now = age
+        forgotten.note(extra)  # all are old enough to be let go of, and the borrower still holds them
+        assert ray.get([borrower.value.remote(i) for i in range(ANSWERS)]) == list(range(ANSWERS))
 
     ray.get(borrower.drop.remote())
     time.sleep(1.0)
     assert answers_kept() > before + ANSWERS // 2, "Ray has learnt to free them: this module has had its day"
-    now = AGES_S[1]
+    now += LATER_S
     forgotten.note(extra)
     deadline = time.monotonic() + 10
     while answers_kept() > before + ANSWERS // 4 and time.monotonic() < deadline:
@@ -53,35 +57,43 @@ def test_an_answer_that_another_process_held_last_is_freed_and_one_in_use_is_not
     assert answers_kept() <= before + ANSWERS // 4
 
 
-def test_each_answer_is_let_go_of_at_each_age_and_then_forgotten():
-    class Ref:
-        def __init__(self, number):
-            self.number = number
+class Ref:
+    """Of an answer that has a number."""
 
-        def binary(self):
-            return bytes([self.number] * 28)
+    def __init__(self, number):
+        self._number = number
 
+    def binary(self):
+        return self._number.to_bytes(28)
+
+
+def test_an_answer_is_let_go_of_until_nobody_refers_to_it():
     now, gone = 0.0, []
-    forgotten = ForgottenAnswers(gone.append, clock=lambda: now)
-    forgotten.note(Ref(1))
-    times = []
-    for now in (AGES_S[0] - 1, AGES_S[0], AGES_S[0] + 1, AGES_S[1], AGES_S[2], AGES_S[2] + 1, 2 * AGES_S[2]):
-        known = gone.count(Ref(1).binary())
-        forgotten.note(Ref(2))
-        times += [now] * (gone.count(Ref(1).binary()) - known)
-    assert times == list(AGES_S)
+    held = {Ref(number).binary().hex().encode(): until for number, until in ((1, 0), (2, 2000), (3, math.inf))}
+    forgotten = ForgottenAnswers(
+        lambda answer: gone.append((int.from_bytes(answer), now)),
+        lambda: {answer for answer, until in held.items() if now < until},
+        lambda: now,
+    )
+    for number in (1, 2, 3):
+        forgotten.note(Ref(number))
+    for second in range(1, 4001):
+        now = float(second)
+        forgotten.note(Ref(0))
+    times = {number: [at for n, at in gone if n == number] for number in (1, 2, 3)}
+    assert times[1] == pytest.approx([SOON_S, SOON_S + LATER_S], rel=0.05)
+    assert times[2] == times[3][: len(times[2])], "as long as it is held"
+    for found, last in ((times[2], 2000), (times[3], 4000)):
+        assert all(LATER_S <= later - early <= LATER_S * 1.05 for early, later in pairwise(found[1:]))
+        assert abs(found[-1] - last) < LATER_S * 1.05
+    assert times[2][-1] >= 2000, "and once more after that"
 
 
 def test_ids_take_little_memory_and_none_is_let_go_of_early():
-    class Ref:
-        def __init__(self, number):
-            self.id = number.to_bytes(28)
-
-        def binary(self):
-            return self.id
-
     now, gone = 0.0, []
-    forgotten = ForgottenAnswers(lambda answer: gone.append((int.from_bytes(answer), now)), clock=lambda: now)
+    forgotten = ForgottenAnswers(
+        lambda answer: gone.append((int.from_bytes(answer), now)), set[bytes], clock=lambda: now
+    )
     tracemalloc.start()
     for number in range(20_000):
         now = number / 1000  # a thousand a second
@@ -94,4 +106,4 @@ def test_ids_take_little_memory_and_none_is_let_go_of_early():
         forgotten.note(Ref(number))
     assert [number for number, _ in gone] == list(range(len(gone)))
     assert len(gone) >= 28_000
-    assert all(AGES_S[0] <= at - number / 1000 <= AGES_S[0] + 1.1 for number, at in gone)
+    assert all(SOON_S <= at - number / 1000 <= SOON_S + 1.1 for number, at in gone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import ray
@@ -44,10 +45,9 @@ def kept(queue):
     def count(actor):
         if hasattr(actor, "_passed"):
             # What left a while ago is let go of as other items leave; here none follow.
-            waiting, let_go = actor._passed._waiting[0], actor._passed._let_go
-            for answer in [answer for seconds in waiting for answer in seconds.ids()]:
-                let_go(answer)
-            waiting.clear()
+            for together in actor._passed._fresh.ripe(math.inf):
+                for answer in together:
+                    actor._passed._let_go(answer)
         return answers_kept()
 
     return ray.get(queue.actor.__ray_call__.remote(count))
