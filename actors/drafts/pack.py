@@ -220,9 +220,8 @@ def build_pack(
     index: IndexKind | None = "automaton",
     order: Order = "frequency",
     heat_half_life: float = 2.0,
-    shared: Mapping[int, Sequence[PastPrompt]] | None = None,
     indexes: Mapping[int, Automaton] | None = None,
-    shared_indexes: Mapping[int, Automaton] | None = None,
+    shared: Mapping[int, Automaton] | None = None,
 ) -> DraftPack:
     """Index the earlier answers of some prompts.
 
@@ -234,10 +233,9 @@ def build_pack(
         index: Kind of the prompts' own indexes; ``None`` builds none, for drafts from previous answers alone.
         order: Which continuation tables by level prefer.
         heat_half_life: Visits after which an entry of tables by level counts half.
-        shared: Answers to index for prompts without history, by ``SHARED_KEY`` (for all of them) or by the hash of the
-            prompt that they are to serve.
         indexes: Automata that exist already, by prompt hash; the others are built.
-        shared_indexes: Automata of ``shared`` that exist already, in its place.
+        shared: Automata of answers for prompts without history, by ``SHARED_KEY`` (for all of them) or by the hash of
+            the prompt that they are to serve.
 
     Raises:
         UserError: A prompt occurs twice, an answer's arrays differ in length, or its ids cannot be indexed.
@@ -267,14 +265,13 @@ def build_pack(
         for key in answered
         if index == "automaton"
     }
-    shared_automata = dict(shared_indexes or {}) or {k: index_answers(v, recency) for k, v in (shared or {}).items()}
     return DraftPack(
         generation=generation,
         prompts=np.array(keys, np.uint64),
         checks=np.array([prompt_check(owners[key].prompt_ids) for key in keys], np.uint64),
         automata=AutomatonSet.pack(automata),
         previous=PreviousAnswers.of([owners[key] for key in keys]),
-        shared=None if not shared and not shared_indexes else AutomatonSet.pack(shared_automata),
+        shared=AutomatonSet.pack(dict(shared)) if shared else None,
         tables={
             key: _table(owners[key], index, order, heat_half_life)
             for key in answered

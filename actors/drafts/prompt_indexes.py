@@ -113,7 +113,7 @@ class PromptIndexes:
             index=None if options.source == "previous_epoch" else options.index,
             order=options.order,
             heat_half_life=options.heat_half_life,
-            shared_indexes=self.share(shared),
+            shared=self.share(shared),
             indexes={prompt_hash(prompt.prompt_ids): index for prompt, index in found if index is not None},
         )
 

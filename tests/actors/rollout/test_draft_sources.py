@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.drafts.options import SpeculationOptions
-from actors.drafts.pack import SHARED_KEY, DraftPack, PastAnswer, PastPrompt, build_pack
+from actors.drafts.pack import SHARED_KEY, DraftPack, PastAnswer, PastPrompt, build_pack, index_answers
 from actors.rollout.draft_cost import PassCost
 from actors.rollout.engine import Drafts, Request, RunningRows, StepStats
 from actors.rollout.history_drafts import HistoryDrafts
@@ -161,7 +161,7 @@ def test_a_prompt_that_only_shares_its_hash_gets_no_drafts() -> None:
 def test_prompts_without_history_draft_from_the_shared_index() -> None:
     rows = table(unseen="global")
     others = [PastPrompt(prompt_ids=PROMPT, answers=[past(ANSWER)])]
-    rows.source.add_pack(build_pack([], generation=1, shared={SHARED_KEY: others}))
+    rows.source.add_pack(build_pack([], generation=1, shared={SHARED_KEY: index_answers(others, 0.7)}))
     rows.open(0, 1, prompt=OTHER)
     rows.write(0, ANSWER[4:8])
     assert rows.draft(0)[:3] == ANSWER[8:11]
