@@ -96,6 +96,7 @@ class Call:
         row_limit: Rows that the worker should decode at once while it works on this call; 0: as many as it can.
         drafts: Whether its rows may be drafted for; gate: which rule decides whether drafts pay. Both hold for the
             worker from here on, and need no call of their own, which a successor of the worker would miss.
+        term: Of the worker, that the call belongs to.
     """
 
     number: int
@@ -105,6 +106,7 @@ class Call:
     row_limit: int = 0
     drafts: bool = True
     gate: GateMode = "auto"
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

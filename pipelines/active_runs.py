@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -39,16 +40,16 @@ def find_conductor(run: str) -> Any | None:
         return None
 
 
-def wait_for_orphans(run: str) -> None:
-    """Return when no actor of a run but its conductor has a name any more, or after a while.
+def wait_for_orphans(run: str, spared: Collection[str] = ()) -> None:
+    """Return when no actor of a run but its conductor and ``spared`` has a name any more, or after a while.
 
     Actors go with the conductor that owned them, but not in the same moment; until then their names are taken, and so
     are the resources that they reserve.
     """
-    space, deadline = namespace_of(run), time.monotonic() + _VANISH_S
+    space, deadline, known = namespace_of(run), time.monotonic() + _VANISH_S, {CONDUCTOR, *spared}
     while time.monotonic() < deadline:
         actors = ray.util.list_named_actors(all_namespaces=True)
-        if not any(actor["namespace"] == space and actor["name"] != CONDUCTOR for actor in actors):
+        if not any(actor["namespace"] == space and actor["name"] not in known for actor in actors):
             return
         time.sleep(0.1)
 

@@ -241,7 +241,8 @@ class SampleFlow:
     async def _generate(self, worker: int, call: Call) -> None:
         role = await self.fleet.rollout(worker)
         try:
-            stream = role.actor.generate.options(num_returns="streaming", name=f"generate[{role.name}]").remote(call)
+            generate = role.actor.generate.options(num_returns="streaming", name=f"generate[{role.name}]")
+            stream = generate.remote(replace(call, term=role.term))
             async for header, ref in pairs(stream):
                 self.loads[header.worker] = EngineLoad(header.busy_s, header.passes, header.row_passes)
                 if header.drafts:

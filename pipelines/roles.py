@@ -7,10 +7,11 @@ weights and its queue before it may work, and because names on the dashboard sho
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -22,8 +23,8 @@ from actors.learner import worker as learner_worker
 from actors.reward import worker as reward_worker
 from actors.rollout import worker as rollout_worker
 from pipelines.config import Config
-from pipelines.faults import user_error
-from pipelines.placement import coordination_need, learner_need, long_need, reward_need, rollout_need
+from pipelines.faults import brief, user_error
+from pipelines.placement import Need, coordination_need, learner_need, long_need, reward_need, rollout_need
 from pipelines.queues import BoundedQueue
 from pipelines.run_data import RunData
 from storage.records import WeightsManifest
@@ -31,15 +32,22 @@ from storage.records import WeightsManifest
 _QUEUE_CONCURRENCY = 1000
 _HISTORY_QUEUE = 16
 _NODE_ID = "ray.io/node-id"
+_RETIRE_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Role:
-    """One living actor: its handle and the name that logs and the dashboard show."""
+    """One living actor: its handle and the name that logs and the dashboard show.
+
+    ``incarnation`` counts its predecessors that died, ``term`` how often it was made anew in the same process.
+    """
 
     name: str
     actor: Any
     incarnation: int = 0
+    term: int = 0
 
 
 @dataclass(slots=True)
@@ -56,12 +64,13 @@ class Roles:
 
     ``home`` is the id of the node that has the run directory, where other nodes do not see it; empty where all do.
     ``history_node`` is that of the history role, empty while it is not known; ``retrievers`` make the draft packs of
-    other nodes, by node.
+    other nodes, by node. ``spares`` are retired rollout workers of an earlier session, by number, to be used again.
     """
 
     config: Config
     data: RunData
     namespace: str
+    spares: Mapping[int, Role] = field(default_factory=dict)
     rollout: list[Role] = field(default_factory=list)
     reward: list[Role] = field(default_factory=list)
     learner: Role | None = None
@@ -75,6 +84,7 @@ class Roles:
     retrievers: dict[str, Role] = field(default_factory=dict)
     _history_places: tuple[str | None, str | None] = (None, None)
     _engine_nodes: str = ""
+    _renewals: dict[int, Any] = field(default_factory=dict)
 
     @property
     def published_version(self) -> int:
@@ -102,7 +112,9 @@ class Roles:
         # Those that load a model begin first: Ray starts a few processes at a time.
         if with_learner and not self.config.colocated:
             self.start_learner(learner_directory)
-        self.rollout = [self._rollout(i, 0, version) for i in range(self.config.rollout.workers)]
+        self.rollout = [
+            self._renewed(i, version) or self._rollout(i, 0, version) for i in range(self.config.rollout.workers)
+        ]
         size = self.config.cluster.queue_groups
         self.reward_queue = self._queue("reward-queue", size)
         self.reward = [self._reward(i, 0) for i in range(self.config.reward.workers)]
@@ -116,6 +128,38 @@ class Roles:
     def start_learner(self, directory: str | None) -> None:
         """Create the learner; ``directory`` is the component folder of a checkpoint, or None for a fresh optimiser."""
         self.learner = self._learner(directory)
+
+    async def renewed(self) -> None:
+        """Wait until the spares have begun anew, and have others take the place of those that could not.
+
+        Raises:
+            UserError: What the user has to mend.
+        """
+        for index, renewal in self._renewals.items():
+            try:
+                await renewal
+                log.info("%s begins anew in its process", self.rollout[index].name)
+            except ray.exceptions.RayError as error:
+                fault = user_error(error)
+                if fault is not None:
+                    raise fault from None
+                log.warning("%s cannot be used again: %s", self.rollout[index].name, brief(error))
+                ray.kill(self.rollout[index].actor)
+                self.replace_rollout(index)
+        self._renewals.clear()
+
+    async def retire(self) -> dict[int, Role]:
+        """End the term of the rollout workers; returns those that were able to, by number."""
+
+        async def retired(role: Role) -> bool:
+            try:
+                await asyncio.wait_for(role.actor.retire.remote(), _RETIRE_S)
+            except (ray.exceptions.RayError, TimeoutError):
+                return False
+            return True
+
+        done = await asyncio.gather(*map(retired, self.rollout))
+        return {index: role for index, role in enumerate(self.rollout) if done[index]}
 
     async def find_engines(self) -> None:
         """Wait until the rollout workers are up, and remember their nodes: a learner that starts then is beside them.
@@ -204,10 +248,11 @@ class Roles:
 
         await asyncio.gather(*map(one, self.everyone()))
 
-    def shutdown(self) -> None:
-        """Kill what the conductor started; for the end of a run, when nothing is in flight."""
+    def shutdown(self, spared: Collection[Role] = ()) -> None:
+        """Kill what the conductor started, but for ``spared``; when nothing is in flight."""
         for role in (*self.everyone(), *self.retrievers.values()):
-            ray.kill(role.actor)
+            if role not in spared:
+                ray.kill(role.actor)
         for queue in (self.reward_queue, self.learner_queue, self.history_queue):
             if queue is not None:
                 queue.shutdown(force=True)
@@ -226,30 +271,44 @@ class Roles:
         return remote.options(**options).remote(*args, **kwargs)
 
     def _rollout(self, index: int, incarnation: int, version: int) -> Role:
-        name = _name(f"rollout-{index}", incarnation)
+        name, need = _name(f"rollout-{index}", incarnation), self._rollout_need(index)
+        settings = self._rollout_settings(index, name, version)
+        actor = self._spawn(rollout_worker, rollout_worker.RolloutWorker, name, need.options(), settings)
+        return Role(name, actor, incarnation)
+
+    def _renewed(self, index: int, version: int) -> Role | None:
+        """Have a spare begin anew in the place of a worker; None where there is none."""
+        spare = self.spares.get(index)
+        if spare is None:
+            return None
+        settings = self._rollout_settings(index, spare.name, version)
+        self._renewals[index] = spare.actor.renew.remote(spare.term + 1, settings)
+        return replace(spare, term=spare.term + 1)
+
+    def _is_long(self, index: int) -> bool:
+        return index >= self.config.rollout.workers - self.config.schedule.pools.long.workers
+
+    def _rollout_need(self, index: int) -> Need:
+        return long_need(self.config) if self._is_long(index) else rollout_need(self.config)
+
+    def _rollout_settings(self, index: int, name: str, version: int) -> rollout_worker.WorkerSettings:
         options = self.config.rollout
-        pool = self.config.schedule.pools.long
-        need = rollout_need(self.config)
-        if index >= options.workers - pool.workers:
-            need = long_need(self.config)
-            options = options.model_copy(update={"max_rows": pool.max_rows or options.max_rows})
         # Cores are shared out as if all workers were on this host, which holds where nothing is reserved.
-        threads = options.threads or int(need.cpus) or max(1, len(os.sched_getaffinity(0)) // options.workers)
-        actor = self._spawn(
-            rollout_worker,
-            rollout_worker.RolloutWorker,
-            name,
-            need.options(),
-            name,
-            self.data.model_path,
-            options,
+        share = max(1, len(os.sched_getaffinity(0)) // options.workers)
+        threads = options.threads or int(self._rollout_need(index).cpus) or share
+        if self._is_long(index):
+            rows = self.config.schedule.pools.long.max_rows or options.max_rows
+            options = options.model_copy(update={"max_rows": rows})
+        return rollout_worker.WorkerSettings(
+            name=name,
+            model_path=self.data.model_path,
+            version=version,
+            options=options,
+            speculation=self.config.speculation,
             run_seed=self.config.run.seed,
             max_length=self.data.max_length,
             threads=threads,
-            version=version,
-            speculation=self.config.speculation,
         )
-        return Role(name, actor, incarnation)
 
     def _reward(self, index: int, incarnation: int) -> Role:
         name = _name(f"reward-{index}", incarnation)

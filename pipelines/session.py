@@ -30,7 +30,7 @@ from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.restarts import Restarts, cut_back
 from pipelines.role_streams import run_pairs
-from pipelines.roles import Published, Roles, home_node
+from pipelines.roles import Published, Role, Roles, home_node
 from pipelines.rounds import RoundRunner
 from pipelines.run_data import RunData
 from pipelines.status import StatusBoard
@@ -72,6 +72,7 @@ class Session:
         train: bool,
         before: Controls | None = None,
         mirroring: Mirroring | None = None,
+        spares: Mapping[int, Role] | None = None,
     ) -> None:
         """Open files and positions; nothing runs before :meth:`start`.
 
@@ -87,6 +88,7 @@ class Session:
             before: Controls of the session that died in this process and that this one replaces: knobs stay as they
                 are, and a run that rests goes on resting.
             mirroring: Sends the run directory on, where it has a remote side.
+            spares: Rollout workers that the session before has left, by number.
         """
         self._mirroring = mirroring
         saved_knobs = resume.meta.get("knobs") if resume else None
@@ -139,7 +141,8 @@ class Session:
         )
         self._metrics = RunMetrics(directory.path.name)
         self._waits = Waits(self.board, self._metrics, stop)
-        self._roles = Roles(config, data, namespace, home=home_node() if mirroring is not None else "")
+        home = home_node() if mirroring is not None else ""
+        self._roles = Roles(config, data, namespace, spares or {}, home=home)
         self._drafts = DraftRequests(self._roles)
         self._drafts.on = self.controls.drafting
         self._flow = SampleFlow(self._roles, self._drafts)
@@ -177,6 +180,7 @@ class Session:
             archive=archive,
             history=history,
         )
+        await self._started("rollout workers", self._roles.renewed())
         self._flow.start()
         self._archiving.start(self.step)
         predictor = None
@@ -334,8 +338,12 @@ class Session:
         self._metrics.queue("scoring", scoring)
         self._metrics.waits(self.board.snapshot().waits)
 
-    async def close(self) -> None:
-        """Stop the roles and close the files; whatever fails here cannot hurt what is saved."""
+    async def close(self, *, spare: bool = False) -> dict[int, Role]:
+        """Stop the roles and close the files; whatever fails here cannot hurt what is saved.
+
+        With ``spare`` rollout workers that live are only retired, and returned by number: a session that follows can
+        use them.
+        """
         self._flow.close()
         if self._learner is not None:
             self._learner.close()
@@ -351,14 +359,17 @@ class Session:
                 await quietly(queue.put_async(StopEnvelope(), timeout=5))
         for role in self._roles.reward:
             await quietly(asyncio.wait_for(role.actor.close.remote(), 10))
-        self._roles.shutdown()
+        spares = await self._roles.retire() if spare else {}
+        self._roles.shutdown(spares.values())
         # A session that follows in this process gives its actors the same names.
-        await quietly(asyncio.to_thread(wait_for_orphans, self._directory.path.name))
+        names = [role.name for role in spares.values()]
+        await quietly(asyncio.to_thread(wait_for_orphans, self._directory.path.name, names))
         for file in (self._monitors, self._ledger):
             try:
                 file.close()
             except UserError as error:  # a full disk; what counts was synced before the last checkpoint
                 log.warning("while closing: %s", error)
+        return spares
 
     async def _evaluate(self) -> Mapping[str, float]:
         return await self._evaluation.run(self._rounds, self.step)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import ray
+
 from pipelines.active_runs import wait_for_orphans
 from pipelines.config import Config
 from pipelines.controls import Controls
@@ -22,6 +24,7 @@ from pipelines.monitoring import newest_step
 from pipelines.plots import CURVES_FILE, draw_curves
 from pipelines.progress import load_status
 from pipelines.restarts import Restarts, restart_point
+from pipelines.roles import Role
 from pipelines.run_data import RunData, load_run_data
 from pipelines.session import MODEL_COMPONENT, Session
 from pipelines.silent_nodes import outlast_silent_nodes
@@ -96,6 +99,7 @@ class Supervisor:
         self._lock = ExitStack()
         self._before: Controls | None = None
         self._alarms: list[str] = []
+        self._spares: dict[int, Role] = {}
         self._events = log_to(self._directory.events)
 
     def snapshot(self) -> RunStatus:
@@ -277,6 +281,8 @@ class Supervisor:
         fault: Literal["", "user", "internal"] = "",
         message: str = "",
     ) -> Outcome:
+        for role in self._spares.values():
+            ray.kill(role.actor)
         self._board.enter(state, message=message)
         self._save_status()
         latest = CheckpointStore(self._directory.checkpoints, self._config.checkpoint.keep_last).latest()
@@ -308,19 +314,24 @@ class Supervisor:
             train=train,
             before=self._before,
             mirroring=self._mirroring,
+            spares=self._spares,
         )
         self.session, self._board = session, session.board
         for message in self._alarms[-MAX_ALARMS:]:
             self._board.alarm(message)
         ticker = asyncio.create_task(self._tick(session))
+        goes_on = False
         try:
             await session.start()
             return await (session.train() if train else session.evaluate_only())
         except Interrupted:  # before there was anything to save
             return "stopped"
+        except Exception as error:
+            goes_on = train and survivable(error)
+            raise
         finally:
             ticker.cancel()
-            await session.close()
+            self._spares = await session.close(spare=goes_on)
 
     async def _tick(self, session: Session) -> None:
         """Keep status file and gauges fresh while the main loop waits."""

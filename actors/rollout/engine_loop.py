@@ -159,12 +159,13 @@ class EngineLoop:
         )
 
     def close(self) -> None:
-        """Stop the thread; requests still inside get no completion."""
+        """Stop the thread; requests still inside end as aborted."""
         if not self._ended.is_set():
             self._call(self._stop).result()
             self._thread.join()
 
     def _stop(self) -> None:
+        self._deliver(self._engine.abort())
         self._stopped = True
 
     def _call(self, command: Callable[[], T]) -> Future[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import queue
@@ -15,10 +16,13 @@ import ray
 
 from actors.bundles import Bundle, BundleHeader, Call, Question, bundles_of
 from actors.drafts.options import SpeculationOptions
+from actors.memory import release_freed_memory
 from actors.rollout.engine import Completion, Request, RolloutEngine, Swap
 from actors.rollout.engine_loop import EngineLoop
 from actors.rollout.options import RolloutOptions
+from actors.rollout.under_way import UnderWay
 from actors.threads import set_torch_threads
+from storage.errors import UserError
 from storage.history.schema import prompt_hash
 from storage.records import (
     TRAIN_SPLIT,
@@ -41,48 +45,72 @@ log = logging.getLogger(__name__)
 _LATE_PACK_S = 120.0
 _DRAIN_POLL_S = 0.02
 _MOST_REVOKED = 1024
+_RETIRE_S = 5.0
 
 CONCURRENCY_GROUPS = {"work": 16, "control": 4, "questions": 2}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What makes one rollout worker.
+
+    Attributes:
+        name: Its name in logs and records.
+        model_path: Folder or URI of the policy; version: of which snapshot that is.
+        options: How it writes; speculation: how it drafts.
+        run_seed: Keys the noise of all samples.
+        max_length: Of prompt and answer together. Unit: tokens.
+        threads: Torch threads.
+    """
+
+    name: str
+    model_path: str
+    version: int
+    options: RolloutOptions
+    speculation: SpeculationOptions
+    run_seed: int
+    max_length: int
+    threads: int
+
+
 class RolloutWorker:
-    """Drives one engine; wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``."""
+    """Drives one engine; wrap with ``ray.remote(concurrency_groups=CONCURRENCY_GROUPS)``.
+
+    When a run goes back to a checkpoint, its workers are made anew without their processes being started anew, which
+    takes most of the time: :meth:`retire` ends one term of a worker, :meth:`renew` begins the next.
+    """
 
     _name = "?"  # Ray asks for it also where an actor cannot be made, and would lose the reason
 
-    def __init__(
-        self,
-        name: str,
-        model_path: str,
-        options: RolloutOptions,
-        *,
-        run_seed: int,
-        max_length: int,
-        threads: int,
-        version: int,
-        speculation: SpeculationOptions,
-    ) -> None:
-        """Load the policy from ``model_path``, a folder or a URI, as snapshot ``version``."""
-        set_torch_threads(threads)
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Load the policy."""
+        self._term = 0
+        self._under_way = UnderWay()
+        self._loaded = threading.Event()
+        self._load(settings)
+
+    def _load(self, settings: WorkerSettings) -> None:
+        options, speculation, version = settings.options, settings.speculation, settings.version
+        set_torch_threads(settings.threads)
         from actors.rollout.paced import PacedEngine
         from actors.rollout.torch_engine import TorchEngine
         from storage.models import load_tokenizer
         from storage.remote.parcels import local_folder
 
-        model = local_folder(model_path)
-        self._name = name
+        model = local_folder(settings.model_path)
+        self._name = settings.name
         self._options = options
-        self._max_length = max_length
+        self._max_length = settings.max_length
         self._tokenizer = load_tokenizer(model)
         self._speculation = speculation
         self._drafts = _draft_source(speculation, version)
         engine: RolloutEngine = TorchEngine(
             model,
             max_rows=options.max_rows,
-            max_length=max_length,
+            max_length=settings.max_length,
             dtype=options.dtype,
             device=options.device,
-            run_seed=run_seed,
+            run_seed=settings.run_seed,
             tokenizer=self._tokenizer,
             drafts=self._drafts,
             version=version,
@@ -98,6 +126,7 @@ class RolloutWorker:
         self._calls: dict[int, _Running] = {}
         self._revoked: dict[int, set[tuple[GroupKey, int]]] = {}
         self._row_limit = 0
+        self._loaded.set()
 
     def __repr__(self) -> str:
         """Name shown on the Ray dashboard."""
@@ -108,8 +137,14 @@ class RolloutWorker:
         """Write the assigned samples; yields a header and a bundle whenever some have finished, until all have.
 
         Streaming: the caller owns what is yielded, so finished samples outlive this actor. Samples that are stopped or
-        that use up their stay come back with finish reason ``abort`` and go on with a later call.
+        that use up their stay come back with finish reason ``abort`` and go on with a later call. A call of an earlier
+        term of the worker has no reader any more, and writes nothing.
         """
+        with self._under_way.one():
+            if call.term == self._term:
+                yield from self._write(call)
+
+    def _write(self, call: Call) -> Iterator[BundleHeader | Bundle]:
         if self._drafts is not None:
             self._drafts.switch(call.drafts, call.gate)
         self._take_packs(call.packs)
@@ -151,10 +186,13 @@ class RolloutWorker:
         """
         from actors.rollout.questions import answer
 
-        texts = answer(question, self._loop, self._tokenizer, self._max_length)
-        if self._drafts is not None:
-            for request in question.requests:
-                self._drafts.release(request)
+        if not self._loaded.wait(question.deadline_s):
+            raise UserError("the run goes back to a checkpoint and its workers begin anew: ask again in a moment")
+        with self._under_way.one():
+            texts = answer(question, self._loop, self._tokenizer, self._max_length)
+            if self._drafts is not None:
+                for request in question.requests:
+                    self._drafts.release(request)
         return texts
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -163,6 +201,10 @@ class RolloutWorker:
 
         A call that has not begun yet, because its actor task waits or its drafts do, will not write them either.
         """
+        with self._under_way.one():
+            self._stop(calls)
+
+    def _stop(self, calls: Mapping[int, Sequence[tuple[GroupKey, int]]]) -> None:
         running: list[int] = []
         with self._calls_lock:
             for number, samples in calls.items():
@@ -183,6 +225,10 @@ class RolloutWorker:
         Returns ``version``, ``opening_version`` (of the weights that rows begin under), ``pause_s``, ``fetch_s`` and
         ``node``, Ray's id of the node that this runs on.
         """
+        with self._under_way.one():
+            return self._take_weights(manifest, refs, swap)
+
+    def _take_weights(self, manifest: WeightsManifest, refs: list[Any], swap: Swap) -> dict[str, Any]:
         started = time.perf_counter()
         buffer = ray.get(refs[0])
         fetched = time.perf_counter()
@@ -207,9 +253,33 @@ class RolloutWorker:
         What calls still write comes back with them as aborted: between two rounds nobody waits for it. Questions wait
         for the weights.
         """
-        with self._calls_lock:
-            written = [request for call in self._calls.values() for request in call.owners]
-        return self._loop.sleep(written)
+        with self._under_way.one():
+            with self._calls_lock:
+                written = [request for call in self._calls.values() for request in call.owners]
+            return self._loop.sleep(written)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def retire(self) -> None:
+        """Let go of the engine and of all that belongs to the run so far; what is being written ends as aborted.
+
+        Nothing but :meth:`renew` may follow.
+
+        Raises:
+            RuntimeError: A call does not end.
+        """
+        self._term = -1
+        self._loaded.clear()
+        self._loop.close()
+        self._under_way.wait_for_none(_RETIRE_S)
+        del self._loop, self._engine, self._drafts
+        gc.collect()  # engine and observers refer to each other
+        release_freed_memory(gpu=True)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def renew(self, term: int, settings: WorkerSettings) -> None:
+        """Begin a term of this number, positive, as a fresh worker of these settings would begin."""
+        self._load(settings)
+        self._term = term
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def node(self) -> str:
@@ -239,7 +309,9 @@ class RolloutWorker:
         try:
             fetched = ray.get(list(packs), timeout=self._speculation.pack_wait_s)
         except ray.exceptions.GetTimeoutError:
-            threading.Thread(target=self._await_packs, args=(list(packs),), name="late-drafts", daemon=True).start()
+            threading.Thread(
+                target=self._await_packs, args=(self._drafts, list(packs)), name="late-drafts", daemon=True
+            ).start()
             return
         except ray.exceptions.RayError as error:
             log.warning("no drafts: %s", error)
@@ -248,15 +320,16 @@ class RolloutWorker:
             if pack is not None:
                 self._drafts.add_pack(pack)
 
-    def _await_packs(self, packs: list[Any]) -> None:
+    @staticmethod
+    def _await_packs(drafts: HistoryDrafts, packs: list[Any]) -> None:
         try:
             fetched = ray.get(packs, timeout=_LATE_PACK_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             log.warning("no drafts: %s", error)
             return
         for pack in fetched:
-            if pack is not None and self._drafts is not None:
-                self._drafts.add_pack(pack)
+            if pack is not None:
+                drafts.add_pack(pack)
 
     def _resumed(self, call: Call) -> tuple[Assignment, ...]:
         """Fetch the tokens that samples go on behind; where they are lost with a node, the sample begins anew."""

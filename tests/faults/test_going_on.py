@@ -56,6 +56,8 @@ def test_run_goes_on_after_the_death_of_what_has_no_successor(ray_session, rando
     last = steps_of(tmp_path / name)[-1]
     assert last["run/restarts"] == status["restarts"] == 1
     assert last["run/steps_lost"] == status["steps_lost"]
+    log = (tmp_path / name / "events.log").read_text()
+    assert log.count("rollout-0 begins anew in its process") == 1, "what lives need not be started again"
     lost = status["steps_lost"]
     assert lost == 0 if role == "reward-queue" else lost in (0, 1), "a checkpoint every two steps"
     assert ("finished steps lost: 1" in alarm) == (lost == 1)

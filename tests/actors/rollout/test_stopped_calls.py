@@ -9,6 +9,7 @@ import pytest
 from actors.bundles import Call
 from actors.rollout.engine import Completion
 from actors.rollout.options import RolloutOptions
+from actors.rollout.under_way import UnderWay
 from actors.rollout.worker import RolloutWorker
 from storage.records import Assignment, GroupKey, Prompt, SamplingParams, Segment
 
@@ -45,6 +46,7 @@ def worker_with(loop):
     worker = object.__new__(RolloutWorker)  # its constructor loads a model
     worker._name, worker._options, worker._loop, worker._drafts = "rollout-0", RolloutOptions(), loop, None
     worker._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
+    worker._term, worker._under_way = 0, UnderWay()
     worker._calls_lock, worker._calls, worker._revoked, worker._row_limit = threading.Lock(), {}, {}, 0
     return worker
 

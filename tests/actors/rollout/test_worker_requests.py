@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,28 +12,26 @@ import ray
 
 from actors.bundles import Call, Question
 from actors.drafts.options import SpeculationOptions
+from actors.rollout import worker as rollout_worker
 from actors.rollout.engine import Swap
 from actors.rollout.options import RolloutOptions
-from actors.rollout.worker import RolloutWorker
+from actors.rollout.worker import RolloutWorker, WorkerSettings
 from storage.records import Assignment, GroupKey, Prompt, SamplingParams
 
 from .conftest import save_model
 from .handovers import TOKENIZER
 
 
+def settings(model, **others):
+    known = {"name": "rollout-0", "options": RolloutOptions(max_rows=2), "speculation": SpeculationOptions()}
+    made = {"model_path": str(model), "version": 0, "run_seed": 0, "max_length": 32, "threads": 1, **known, **others}
+    return WorkerSettings(**made)
+
+
 @pytest.fixture
 def worker(tmp_path):
     TOKENIZER.save_pretrained(save_model("llama", tmp_path))
-    worker = RolloutWorker(
-        "rollout-0",
-        str(tmp_path),
-        RolloutOptions(max_rows=2),
-        run_seed=0,
-        max_length=32,
-        threads=1,
-        version=0,
-        speculation=SpeculationOptions(),
-    )
+    worker = RolloutWorker(settings(tmp_path))
     yield worker
     worker._loop.close()
 
@@ -67,6 +66,16 @@ def call_of(tokens):
     return Call(number=1, assignments=(assignment,))
 
 
+QUESTION = Question(
+    prompt="ab",
+    requests=(7, 8),
+    sampling=SamplingParams(max_tokens=4),
+    chat_template=None,
+    system_prompt="",
+    deadline_s=60.0,
+)
+
+
 def in_thread(work):
     found = queue.SimpleQueue()
     thread = threading.Thread(target=lambda: found.put(work()), daemon=True)
@@ -84,20 +93,12 @@ def until(condition):
 def test_a_worker_that_goes_to_sleep_hands_over_what_it_writes_and_answers_questions_when_it_wakes(
     worker, snapshots, monkeypatch
 ):
-    question = Question(
-        prompt="ab",
-        requests=(7, 8),
-        sampling=SamplingParams(max_tokens=4),
-        chat_template=None,
-        system_prompt="",
-        deadline_s=60.0,
-    )
-    asked_awake = worker.answer(question)
+    asked_awake = worker.answer(QUESTION)
     observed = worker._engine.step
     monkeypatch.setattr(worker._engine, "step", lambda: (time.sleep(0.05), observed())[1])
     written = in_thread(lambda: list(worker.generate(call_of(28))))
     until(lambda: worker._loop.stats().running == 2)
-    asked = in_thread(lambda: worker.answer(question))  # both slots are taken: it waits
+    asked = in_thread(lambda: worker.answer(QUESTION))  # both slots are taken: it waits
     until(lambda: worker._loop.stats().waiting == 3)
     freed = worker.sleep()
     assert freed > 0
@@ -114,4 +115,55 @@ def test_a_worker_that_goes_to_sleep_hands_over_what_it_writes_and_answers_quest
     answers = asked.get(timeout=30)
     assert len(answers) == 2
     assert not worker.health()["asleep"]
-    assert answers == worker.answer(question) != asked_awake, "with the weights that came"
+    assert answers == worker.answer(QUESTION) != asked_awake, "with the weights that came"
+
+
+def answers_of(bundles):
+    samples = [sample for bundle in bundles for sample in bundle.samples]
+    return {s.index: (s.text, s.finish_reason, [segment.version for segment in s.segments]) for s in samples}
+
+
+@pytest.mark.parametrize("drafts", ["off", "history"])
+def test_a_worker_that_is_made_anew_is_like_a_fresh_one_and_calls_of_before_write_nothing(
+    worker, tmp_path, monkeypatch, drafts
+):
+    observed = worker._engine.step
+    monkeypatch.setattr(worker._engine, "step", lambda: (time.sleep(0.05), observed())[1])
+    written = in_thread(lambda: list(worker.generate(call_of(28))))
+    until(lambda: worker._loop.stats().running == 2)
+    worker.retire()
+    aborted = answers_of(written.get(timeout=30)[1::2])
+    assert [reason for _, reason, _ in aborted.values()] == ["abort"] * 3
+    again = settings(tmp_path, version=5, run_seed=3, speculation=SpeculationOptions(source=drafts))
+    asked = in_thread(lambda: worker.answer(QUESTION))
+    worker.renew(2, again)
+    assert len(asked.get(timeout=30)) == 2
+    assert (worker.health()["version"], worker.health()["steps"] > 0) == (5, True)
+    for stale in (0, 1, -1):
+        assert list(worker.generate(replace(call_of(28), term=stale))) == []
+    fresh = RolloutWorker(again)
+    try:
+        expected = answers_of(list(fresh.generate(call_of(28)))[1::2])
+    finally:
+        fresh._loop.close()
+    found = answers_of(list(worker.generate(replace(call_of(28), term=2)))[1::2])
+    assert found == expected
+    assert all(versions == [5] for _, _, versions in found.values())
+
+
+def test_a_worker_whose_calls_do_not_end_cannot_be_used_again(worker, monkeypatch):
+    monkeypatch.setattr(rollout_worker, "_RETIRE_S", 0.2)
+    let = threading.Event()
+    monkeypatch.setattr(ray, "get", lambda ref: let.wait(30))
+
+    def take_weights():
+        with pytest.raises(RuntimeError) as refusal:
+            worker.set_weights(None, [None], Swap())
+        return str(refusal.value)
+
+    refused = in_thread(take_weights)
+    until(lambda: worker._under_way._calls == 1)
+    with pytest.raises(RuntimeError, match="1 calls have not ended"):
+        worker.retire()
+    let.set()
+    assert "the engine loop has ended" in refused.get(timeout=30), "and weights of before go nowhere"
