@@ -18,6 +18,7 @@ from pipelines.joining import join
 from pipelines.placement import Node
 from pipelines.placement_check import placement_doubts, placement_problems, table_lines
 from pipelines.preflight import raise_problems
+from pipelines.quiet_ray import init_quietly
 from storage.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,12 @@ _NODE_TYPE = "ray.io/node-group"
 _PLENTY = 1024.0
 _START_ATTEMPTS = 2
 _CALLS_SHOWN = 3_000
-"""Calls that the dashboard of a local Ray knows, 3 kB each; by itself Ray would keep 100,000."""
+"""Calls that the dashboard of a local Ray knows, 3 kB each; by itself Ray would keep 100,000, and a million ids of
+those that it has dropped."""
+_CALL_LIMITS = (
+    "RAY_task_events_max_num_task_in_gcs",
+    "RAY_task_events_max_dropped_task_attempts_tracked_per_job_in_gcs",
+)
 _TOO_SLOW = "timed out during startup"
 _HOPE = "cluster.wait_for_nodes=true waits for an autoscaler instead"
 
@@ -144,11 +150,6 @@ def peek(config: Config) -> list[Node]:
         ray.shutdown()
 
 
-def _common() -> dict[str, Any]:
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    return {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-
-
 def _join(config: Config, address: str) -> Any:
     origin = f"cluster.address={address}" if config.cluster.address else f"RAY_ADDRESS={address}"
     advice = "check that the cluster is up and the address is its head's, or leave it empty for a local Ray"
@@ -156,14 +157,14 @@ def _join(config: Config, address: str) -> Any:
 
 
 def _start(config: Config, attempts: int = _START_ATTEMPTS) -> Any:
-    os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", str(_CALLS_SHOWN))
+    for limit in _CALL_LIMITS:
+        os.environ.setdefault(limit, str(_CALLS_SHOWN))
     try:
-        return ray.init(
+        return init_quietly(
             address="local",
             include_dashboard=config.cluster.dashboard,
             dashboard_host="127.0.0.1",
             object_store_memory=config.cluster.object_store_mb * 1024 * 1024,
-            **_common(),
         )
     except Exception as error:
         slow = _TOO_SLOW in str(error)  # a plain Exception: a busy machine took more than 30 s for a process of Ray

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import socket
 from typing import Any
 
 import ray
 
+from pipelines.quiet_ray import init_quietly
 from storage.errors import UserError
 
 START_HEAD = "`ray get-auth-token --generate > /dev/null`, then `RAY_AUTH_MODE=token ray start --head`"
@@ -37,9 +36,8 @@ def join(address: str, origin: str, advice: str) -> Any:
             socket.create_connection((found["host"], int(found["port"])), timeout=_PROBE_S).close()
         except (OSError, OverflowError) as error:
             raise UserError(f"{origin}: nothing answers there ({error}); {advice}") from error
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        return ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+        return init_quietly(address=address)
     except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise UserError(f"{origin} cannot be joined: {_explained(error)}; {advice}") from error
 

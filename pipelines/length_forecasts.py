@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ from pipelines.scheduling.forecasts import ForecastBook
 from storage.checkpoints import Checkpoint, CheckpointWriter
 from storage.records import GroupKey, Prompt, SampleHeader
 
+log = logging.getLogger(__name__)
+
 COMPONENT = "length_predictor"
+_KEPT_S = 10.0
 _STATE_FILE = "state.bin"
 
 
@@ -84,14 +88,28 @@ class LengthForecasts:
             await self._client.close()
 
 
-async def start_predictor(config: Config, run: str, resume: Checkpoint | None) -> PredictorClient:
-    """Deploy the predictor on Ray Serve and hand it what a checkpoint knows; Serve is imported only here."""
-    from actors.length_predictor.serve_app import deploy
+async def start_predictor(
+    config: Config, run: str, resume: Checkpoint | None, *, kept: bool = False
+) -> PredictorClient:
+    """Deploy the predictor on Ray Serve and hand it what a checkpoint knows; Serve is imported only here.
+
+    One that was ``kept`` is told to forget the rest, if it still answers, and need not start anew.
+    """
+    from actors.length_predictor.serve_app import deploy, find
 
     state = b""
     if resume is not None and COMPONENT in resume.components:
         state = (resume.component(COMPONENT) / _STATE_FILE).read_bytes()
-    handle = await asyncio.to_thread(deploy, config.length_predictor, name=application_of(run))
+    handle = None
+    if kept:
+        try:
+            handle = await asyncio.to_thread(find, application_of(run))
+            await asyncio.wait_for(handle.restore.remote(state), _KEPT_S)
+        except Exception as error:  # the boundary, as in the client: then another one takes its place
+            log.warning("the length predictor cannot be used again: %s", error)
+            handle = None
+    if handle is None:
+        handle = await asyncio.to_thread(deploy, config.length_predictor, name=application_of(run))
     client = PredictorClient(handle, config.length_predictor, state)
     await client.start()
     return client
@@ -103,14 +121,20 @@ async def save_predictor(forecasts: LengthForecasts, writer: CheckpointWriter) -
         (writer.component(COMPONENT) / _STATE_FILE).write_bytes(known)
 
 
-async def stop_predictor(forecasts: LengthForecasts, run: str) -> None:
-    """Take the predictor of a run down, if there is one; Serve stays, it ends with a local Ray or serves others."""
+async def stop_predictor(forecasts: LengthForecasts, run: str, *, keep: bool = False) -> None:
+    """Take the predictor of a run down, if there is one and it is not to be kept for the next session."""
     if not forecasts.active:
         return
+    await forecasts.close()
+    if not keep:
+        await asyncio.to_thread(remove_predictor, run)
+
+
+def remove_predictor(run: str) -> None:
+    """Take the predictor of a run down; Serve stays, it ends with a local Ray or serves others."""
     from actors.length_predictor.serve_app import remove
 
-    await forecasts.close()
-    await asyncio.to_thread(remove, application_of(run), keep_serve=True)
+    remove(application_of(run), keep_serve=True)
 
 
 def application_of(run: str) -> str:

@@ -50,6 +50,14 @@ class Role:
     term: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Spares:
+    """What a session leaves to the one that follows it: retired rollout workers, by number, and the predictor."""
+
+    rollout: Mapping[int, Role] = field(default_factory=dict)
+    predictor: bool = False
+
+
 @dataclass(slots=True)
 class Published:
     """The snapshot that rollout workers should be on: manifest and the reference to its buffer."""

@@ -30,7 +30,7 @@ from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.restarts import Restarts, cut_back
 from pipelines.role_streams import run_pairs
-from pipelines.roles import Published, Role, Roles, home_node
+from pipelines.roles import Published, Roles, Spares, home_node
 from pipelines.rounds import RoundRunner
 from pipelines.run_data import RunData
 from pipelines.status import StatusBoard
@@ -72,7 +72,7 @@ class Session:
         train: bool,
         before: Controls | None = None,
         mirroring: Mirroring | None = None,
-        spares: Mapping[int, Role] | None = None,
+        spares: Spares | None = None,
     ) -> None:
         """Open files and positions; nothing runs before :meth:`start`.
 
@@ -88,7 +88,7 @@ class Session:
             before: Controls of the session that died in this process and that this one replaces: knobs stay as they
                 are, and a run that rests goes on resting.
             mirroring: Sends the run directory on, where it has a remote side.
-            spares: Rollout workers that the session before has left, by number.
+            spares: What the session before has left.
         """
         self._mirroring = mirroring
         saved_knobs = resume.meta.get("knobs") if resume else None
@@ -142,7 +142,8 @@ class Session:
         self._metrics = RunMetrics(directory.path.name)
         self._waits = Waits(self.board, self._metrics, stop)
         home = home_node() if mirroring is not None else ""
-        self._roles = Roles(config, data, namespace, spares or {}, home=home)
+        self._spares = spares or Spares()
+        self._roles = Roles(config, data, namespace, self._spares.rollout, home=home)
         self._drafts = DraftRequests(self._roles)
         self._drafts.on = self.controls.drafting
         self._flow = SampleFlow(self._roles, self._drafts)
@@ -186,7 +187,8 @@ class Session:
         predictor = None
         if self._train and config.predicts_lengths:
             predictor = await self._started(
-                "length predictor", start_predictor(config, self._directory.path.name, self._resume)
+                "length predictor",
+                start_predictor(config, self._directory.path.name, self._resume, kept=self._spares.predictor),
             )
         resumed = self._resume.meta["rounds"] if self._resume is not None else None
         self._runner = make_runner(
@@ -338,18 +340,17 @@ class Session:
         self._metrics.queue("scoring", scoring)
         self._metrics.waits(self.board.snapshot().waits)
 
-    async def close(self, *, spare: bool = False) -> dict[int, Role]:
+    async def close(self, *, spare: bool = False) -> Spares:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved.
 
-        With ``spare`` rollout workers that live are only retired, and returned by number: a session that follows can
-        use them.
+        With ``spare`` a session follows; what it can use is kept and returned.
         """
         self._flow.close()
         if self._learner is not None:
             self._learner.close()
         if self._runner is not None:
             await quietly(self._runner.close())
-            await quietly(stop_predictor(self._runner.forecasts, self._directory.path.name))
+            await quietly(stop_predictor(self._runner.forecasts, self._directory.path.name, keep=spare))
         await self._archiving.drain()
         self._archiving.close()
         for task in self._background:
@@ -359,17 +360,17 @@ class Session:
                 await quietly(queue.put_async(StopEnvelope(), timeout=5))
         for role in self._roles.reward:
             await quietly(asyncio.wait_for(role.actor.close.remote(), 10))
-        spares = await self._roles.retire() if spare else {}
-        self._roles.shutdown(spares.values())
+        workers = await self._roles.retire() if spare else {}
+        self._roles.shutdown(workers.values())
         # A session that follows in this process gives its actors the same names.
-        names = [role.name for role in spares.values()]
+        names = [role.name for role in workers.values()]
         await quietly(asyncio.to_thread(wait_for_orphans, self._directory.path.name, names))
         for file in (self._monitors, self._ledger):
             try:
                 file.close()
             except UserError as error:  # a full disk; what counts was synced before the last checkpoint
                 log.warning("while closing: %s", error)
-        return spares
+        return Spares(workers, spare and self._runner is not None and self._runner.forecasts.active)
 
     async def _evaluate(self) -> Mapping[str, float]:
         return await self._evaluation.run(self._rounds, self.step)

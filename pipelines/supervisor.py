@@ -19,12 +19,13 @@ from pipelines.controls import Controls
 from pipelines.events_log import log_to
 from pipelines.faults import RunLost, brief, survivable, user_error
 from pipelines.interruption import Interrupted, unless_stopped
+from pipelines.length_forecasts import remove_predictor
 from pipelines.mirroring import Mirroring
 from pipelines.monitoring import newest_step
 from pipelines.plots import CURVES_FILE, draw_curves
 from pipelines.progress import load_status
 from pipelines.restarts import Restarts, restart_point
-from pipelines.roles import Role
+from pipelines.roles import Spares
 from pipelines.run_data import RunData, load_run_data
 from pipelines.session import MODEL_COMPONENT, Session
 from pipelines.silent_nodes import outlast_silent_nodes
@@ -99,7 +100,7 @@ class Supervisor:
         self._lock = ExitStack()
         self._before: Controls | None = None
         self._alarms: list[str] = []
-        self._spares: dict[int, Role] = {}
+        self._spares = Spares()
         self._events = log_to(self._directory.events)
 
     def snapshot(self) -> RunStatus:
@@ -281,8 +282,10 @@ class Supervisor:
         fault: Literal["", "user", "internal"] = "",
         message: str = "",
     ) -> Outcome:
-        for role in self._spares.values():
+        for role in self._spares.rollout.values():
             ray.kill(role.actor)
+        if self._spares.predictor:
+            remove_predictor(self.name)
         self._board.enter(state, message=message)
         self._save_status()
         latest = CheckpointStore(self._directory.checkpoints, self._config.checkpoint.keep_last).latest()

@@ -119,6 +119,11 @@ def deploy(
     return serve.run(deployment.bind(options), name=name, route_prefix=route)
 
 
+def find(name: str) -> Any:
+    """Return the handle of a predictor that is deployed; raises what Serve raises where there is none."""
+    return serve.get_app_handle(name)
+
+
 def remove(name: str = APP, *, keep_serve: bool = False) -> None:
     """Take the predictor down, and Serve with it when nothing else is deployed there, unless it is to be kept."""
     serve.delete(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pipelines.chaos.targets import Process
 from pipelines.cluster import local_or_joined_ray
 from pipelines.config import Config
 from pipelines.emulated_nodes import EmulatedNodes
+from pipelines.quiet_ray import init_quietly
 from storage.errors import UserError
 
 _NODE_CPUS = 4
@@ -68,7 +68,7 @@ def grounds(config: Config, nodes: int, console: Console) -> Iterator[Grounds]:
         raise UserError("--nodes emulates nodes on this machine: leave out cluster.address, and unset RAY_ADDRESS")
     cluster = EmulatedNodes(nodes, _NODE_CPUS)
     try:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        init_quietly(address=cluster.address)
         yield Grounds(cluster.address, cluster)
     finally:
         ray.shutdown()

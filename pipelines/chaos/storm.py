@@ -118,8 +118,8 @@ class Storm:
     def _await_recovery(self, victims: Sequence[Process], at: float) -> float | None:
         """Return when all was well again; None past the deadline.
 
-        That is when all victims had successors, and a step was finished after their death; where a driver died, also
-        when another one had seen that step.
+        That is when all victims had successors, and a step was finished after that: one that ended at the moment of the
+        death says nothing. Where a driver died, it is when another one had seen that step.
         """
         back: float | None = None
         first = 0
@@ -130,10 +130,10 @@ class Storm:
             if back is None and _succeeded(victims, self._living()):
                 back = time.time()
             step, finished = newest_step(self._metrics)
-            if back is not None and finished > at and step:
+            if back is not None and finished > back and step:
                 first = first or step
                 if not watched:
-                    return max(back, finished)
+                    return finished
                 assert self.driver is not None
                 self.driver.ensure()
                 if self.driver.newest_step() >= first:
