@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -167,3 +168,17 @@ def test_a_worker_whose_calls_do_not_end_cannot_be_used_again(worker, monkeypatc
         worker.retire()
     let.set()
     assert "the engine loop has ended" in refused.get(timeout=30), "and weights of before go nowhere"
+
+
+@pytest.mark.parametrize("drafts", ["off", "history"])
+def test_a_retired_worker_holds_no_engine_any_more(tmp_path, drafts):
+    TOKENIZER.save_pretrained(save_model("llama", tmp_path))
+    made = settings(tmp_path, speculation=SpeculationOptions(source=drafts))
+    worker = RolloutWorker(made)
+    assert len(list(worker.generate(call_of(4)))) > 0
+    engine, weights = weakref.ref(worker._engine), weakref.ref(worker._engine._pool)
+    worker.retire()
+    assert engine() is None
+    assert weights() is None
+    worker.renew(1, made)
+    worker._loop.close()
