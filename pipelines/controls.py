@@ -93,6 +93,11 @@ class Controls:
         self._asked = 0
         self._knobs = Knobs(config, saved or {})
 
+    def follow(self, before: Controls) -> None:
+        """Go on from the controls of a session that died: a run that rests goes on resting."""
+        self.paused = before.paused
+        self._asked = before._asked  # a question of before may still wait in a worker, and has its number
+
     @property
     def config(self) -> Config:
         """The configuration that holds now."""

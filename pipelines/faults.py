@@ -27,7 +27,8 @@ class RunLost(Exception):
 def survivable(error: BaseException) -> bool:
     """Return whether a run that broke by ``error`` may go on from its newest checkpoint.
 
-    What died may live the next time, with everything else made anew. What our own code raised would be raised again.
+    What died may live the next time, with everything else in its state of then. What our own code raised would be
+    raised again.
     """
     if user_error(error) is not None:
         return False

@@ -121,17 +121,8 @@ async def save_predictor(forecasts: LengthForecasts, writer: CheckpointWriter) -
         (writer.component(COMPONENT) / _STATE_FILE).write_bytes(known)
 
 
-async def stop_predictor(forecasts: LengthForecasts, run: str, *, keep: bool = False) -> None:
-    """Take the predictor of a run down, if there is one and it is not to be kept for the next session."""
-    if not forecasts.active:
-        return
-    await forecasts.close()
-    if not keep:
-        await asyncio.to_thread(remove_predictor, run)
-
-
 def remove_predictor(run: str) -> None:
-    """Take the predictor of a run down; Serve stays, it ends with a local Ray or serves others."""
+    """Take the predictor of a run down, if there is one; Serve stays, it ends with a local Ray or serves others."""
     from actors.length_predictor.serve_app import remove
 
     remove(application_of(run), keep_serve=True)

@@ -143,17 +143,22 @@ class Roles:
         Raises:
             UserError: What the user has to mend.
         """
-        for index, renewal in self._renewals.items():
+        deadline = self.config.cluster.start_deadline_s / 2  # the rest is for those others
+
+        async def one(index: int, renewal: Any) -> None:
+            role = self.rollout[index]
             try:
-                await renewal
-                log.info("%s begins anew in its process", self.rollout[index].name)
-            except ray.exceptions.RayError as error:
+                await asyncio.wait_for(renewal, deadline)
+                log.info("%s begins anew in its process", role.name)
+            except (ray.exceptions.RayError, TimeoutError) as error:
                 fault = user_error(error)
                 if fault is not None:
                     raise fault from None
-                log.warning("%s cannot be used again: %s", self.rollout[index].name, brief(error))
-                ray.kill(self.rollout[index].actor)
+                log.warning("%s cannot be used again: %s", role.name, brief(error))
+                ray.kill(role.actor)
                 self.replace_rollout(index)
+
+        await asyncio.gather(*(one(index, renewal) for index, renewal in self._renewals.items()))
         self._renewals.clear()
 
     async def retire(self) -> dict[int, Role]:
@@ -258,6 +263,9 @@ class Roles:
 
     def shutdown(self, spared: Collection[Role] = ()) -> None:
         """Kill what the conductor started, but for ``spared``; when nothing is in flight."""
+        if not self.rollout:  # the start broke off: nobody took them over
+            for spare in self.spares.values():
+                ray.kill(spare.actor)
         for role in (*self.everyone(), *self.retrievers.values()):
             if role not in spared:
                 ray.kill(role.actor)
@@ -373,6 +381,11 @@ class Roles:
             recorded=recorded,
         )
         return Role(name, actor, incarnation)
+
+
+def living_nodes() -> set[str]:
+    """Ids of the nodes that live."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def home_node() -> str:

@@ -23,14 +23,14 @@ from pipelines.held_out_evaluation import HeldOutEvaluation
 from pipelines.interruption import Interrupted, quietly
 from pipelines.knobs import LAUNCHING
 from pipelines.learner_events import LearnerEvents
-from pipelines.length_forecasts import start_predictor, stop_predictor
+from pipelines.length_forecasts import start_predictor
 from pipelines.mirroring import Mirroring
 from pipelines.monitoring import MonitorGroup, open_monitors, read_records
 from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.restarts import Restarts, cut_back
 from pipelines.role_streams import run_pairs
-from pipelines.roles import Published, Roles, Spares, home_node
+from pipelines.roles import Published, Roles, Spares, home_node, living_nodes
 from pipelines.rounds import RoundRunner
 from pipelines.run_data import RunData
 from pipelines.status import StatusBoard
@@ -93,7 +93,8 @@ class Session:
         self._mirroring = mirroring
         saved_knobs = resume.meta.get("knobs") if resume else None
         self.controls = Controls(config, train=train, saved=before.saved() if before else saved_knobs)
-        self.controls.paused = before is not None and before.paused
+        if before is not None:
+            self.controls.follow(before)
         config = self._config = self.controls.wiring
         self._directory = directory
         self._data = data
@@ -143,6 +144,8 @@ class Session:
         self._waits = Waits(self.board, self._metrics, stop)
         home = home_node() if mirroring is not None else ""
         self._spares = spares or Spares()
+        self._predictor = self._spares.predictor
+        self._nodes: set[str] = set()
         self._roles = Roles(config, data, namespace, self._spares.rollout, home=home)
         self._drafts = DraftRequests(self._roles)
         self._drafts.on = self.controls.drafting
@@ -170,6 +173,7 @@ class Session:
     async def start(self) -> None:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
         config = self._config
+        self._nodes = await asyncio.to_thread(living_nodes)
         archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" else None
         history = str(self._directory.history) if self._train and config.speculation.source != "off" else None
         learner_directory = self._directory.reach(self._resume.component(LEARNER_COMPONENT)) if self._resume else None
@@ -186,6 +190,7 @@ class Session:
         self._archiving.start(self.step)
         predictor = None
         if self._train and config.predicts_lengths:
+            self._predictor = True
             predictor = await self._started(
                 "length predictor",
                 start_predictor(config, self._directory.path.name, self._resume, kept=self._spares.predictor),
@@ -343,14 +348,15 @@ class Session:
     async def close(self, *, spare: bool = False) -> Spares:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved.
 
-        With ``spare`` a session follows; what it can use is kept and returned.
+        Returns what is left: the predictor, and with ``spare``, where a session follows, the rollout workers. Not those
+        of a cluster that has lost a node: what has to move may need their places.
         """
         self._flow.close()
         if self._learner is not None:
             self._learner.close()
         if self._runner is not None:
             await quietly(self._runner.close())
-            await quietly(stop_predictor(self._runner.forecasts, self._directory.path.name, keep=spare))
+            await quietly(self._runner.forecasts.close())
         await self._archiving.drain()
         self._archiving.close()
         for task in self._background:
@@ -360,7 +366,7 @@ class Session:
                 await quietly(queue.put_async(StopEnvelope(), timeout=5))
         for role in self._roles.reward:
             await quietly(asyncio.wait_for(role.actor.close.remote(), 10))
-        workers = await self._roles.retire() if spare else {}
+        workers = await self._roles.retire() if spare and await self._all_nodes_live() else {}
         self._roles.shutdown(workers.values())
         # A session that follows in this process gives its actors the same names.
         names = [role.name for role in workers.values()]
@@ -370,7 +376,15 @@ class Session:
                 file.close()
             except UserError as error:  # a full disk; what counts was synced before the last checkpoint
                 log.warning("while closing: %s", error)
-        return Spares(workers, spare and self._runner is not None and self._runner.forecasts.active)
+        return Spares(workers, self._predictor)
+
+    async def _all_nodes_live(self) -> bool:
+        """Whether the nodes of the start are still there; False also where Ray cannot tell any more."""
+        try:
+            return self._nodes <= await asyncio.to_thread(living_nodes)
+        except Exception as error:  # whatever it is, it must not keep the rest from closing
+            log.warning("the nodes are not known: %s", error)
+            return False
 
     async def _evaluate(self) -> Mapping[str, float]:
         return await self._evaluation.run(self._rounds, self.step)

@@ -18,7 +18,7 @@ from pipelines.config import Config
 from pipelines.controls import Controls
 from pipelines.events_log import log_to
 from pipelines.faults import RunLost, brief, survivable, user_error
-from pipelines.interruption import Interrupted, unless_stopped
+from pipelines.interruption import Interrupted, quietly, unless_stopped
 from pipelines.length_forecasts import remove_predictor
 from pipelines.mirroring import Mirroring
 from pipelines.monitoring import newest_step
@@ -130,6 +130,7 @@ class Supervisor:
             outcome = await self._to_the_end(await self._placed(data, resume), self._here(resume), train)
         except Exception as error:  # supervision, as below
             outcome = self._failure(error)
+        await self._release()
         return await self._sent(outcome)
 
     async def take_over(self) -> Outcome:
@@ -139,6 +140,7 @@ class Supervisor:
             outcome = await self._taken_over()
         except Exception as error:  # supervision, as below
             outcome = self._failure(error)
+        await self._release()
         return await self._sent(outcome)
 
     async def close(self, outcome: Outcome) -> None:
@@ -237,6 +239,14 @@ class Supervisor:
         self._save_status()
         return replace(outcome, state="failed", fault=outcome.fault or "user", message=message)
 
+    async def _release(self) -> None:
+        """End what the last session has left: none follows."""
+        spares, self._spares = self._spares, Spares()
+        for role in spares.rollout.values():
+            ray.kill(role.actor)
+        if spares.predictor:
+            await quietly(asyncio.to_thread(remove_predictor, self.name))
+
     def _draw(self) -> None:
         try:
             draw_curves(self._directory.metrics, self._directory.path / CURVES_FILE)
@@ -282,10 +292,6 @@ class Supervisor:
         fault: Literal["", "user", "internal"] = "",
         message: str = "",
     ) -> Outcome:
-        for role in self._spares.rollout.values():
-            ray.kill(role.actor)
-        if self._spares.predictor:
-            remove_predictor(self.name)
         self._board.enter(state, message=message)
         self._save_status()
         latest = CheckpointStore(self._directory.checkpoints, self._config.checkpoint.keep_last).latest()
@@ -319,7 +325,7 @@ class Supervisor:
             mirroring=self._mirroring,
             spares=self._spares,
         )
-        self.session, self._board = session, session.board
+        self.session, self._board, self._spares = session, session.board, Spares()
         for message in self._alarms[-MAX_ALARMS:]:
             self._board.alarm(message)
         ticker = asyncio.create_task(self._tick(session))

@@ -203,7 +203,7 @@ class EngineLoop:
 
     def _execute_commands(self, *, wait: bool) -> None:
         block = wait
-        while True:
+        while not self._stopped:  # what comes behind the end is refused
             try:
                 command, future = self._commands.get(block=block, timeout=_IDLE_WAIT_S if block else None)
             except queue.Empty:

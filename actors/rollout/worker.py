@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from actors.rollout.engine import Completion, Request, RolloutEngine, Swap
 from actors.rollout.engine_loop import EngineLoop
 from actors.rollout.options import RolloutOptions
 from actors.rollout.under_way import UnderWay
+from actors.rollout.written import Written
 from actors.threads import set_torch_threads
 from storage.errors import UserError
 from storage.history.schema import prompt_hash
@@ -186,14 +186,18 @@ class RolloutWorker:
         """
         from actors.rollout.questions import answer
 
-        if not self._loaded.wait(question.deadline_s):
-            raise UserError("the run goes back to a checkpoint and its workers begin anew: ask again in a moment")
-        with self._under_way.one():
-            texts = answer(question, self._loop, self._tokenizer, self._max_length)
-            if self._drafts is not None:
-                for request in question.requests:
-                    self._drafts.release(request)
-        return texts
+        ends = time.monotonic() + question.deadline_s
+        while True:
+            with self._under_way.one():
+                if self._loaded.is_set():
+                    left = replace(question, deadline_s=max(0.0, ends - time.monotonic()))
+                    texts = answer(left, self._loop, self._tokenizer, self._max_length)
+                    if self._drafts is not None:
+                        for request in question.requests:
+                            self._drafts.release(request)
+                    return texts
+            if not self._loaded.wait(max(0.0, ends - time.monotonic())):
+                raise UserError("the run goes back to a checkpoint, and its workers begin anew: ask again in a moment")
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop(self, calls: Mapping[int, Sequence[tuple[GroupKey, int]]]) -> None:
@@ -262,7 +266,8 @@ class RolloutWorker:
     def retire(self) -> None:
         """Let go of the engine and of all that belongs to the run so far; what is being written ends as aborted.
 
-        Nothing but :meth:`renew` may follow.
+        Calls of before are over when this returns: those that steer came first, as the calls of a concurrency group
+        begin in order, and ``generate`` knows its term. Until :meth:`renew` only questions may come, and wait.
 
         Raises:
             RuntimeError: A call does not end.
@@ -350,10 +355,10 @@ class RolloutWorker:
                 prefixes.setdefault(resumption.key, {})[resumption.index] = sample.segments
         return tuple(replace(a, resume=prefixes.get(a.key, {})) for a in call.assignments)
 
-    def _begin(self, call: Call, assignments: Sequence[Assignment]) -> _Written:
+    def _begin(self, call: Call, assignments: Sequence[Assignment]) -> Written:
         """Submit the requests of a call, but for samples that were stopped before it began."""
         requests, owners = self._requests(assignments)
-        written = _Written(self, assignments, owners)
+        written = Written(self.sample, assignments, owners)
         if self._drafts is not None:
             hashes = {a.key: prompt_hash(a.prompt.token_ids) for a in assignments if a.key.split == TRAIN_SPLIT}
             for request in requests:
@@ -448,61 +453,6 @@ class _Running:
     owners: dict[int, tuple[GroupKey, int]]
     row_limit: int
     begun: bool = False
-
-
-class _Written:
-    """Collects the completions of one call; filled on the engine's thread, emptied on the call's."""
-
-    def __init__(
-        self, worker: RolloutWorker, assignments: Sequence[Assignment], owners: Mapping[int, tuple[GroupKey, int]]
-    ) -> None:
-        self._worker = worker
-        self._assignments = {a.key: a for a in assignments}
-        self._owners = dict(owners)
-        self._arrived: queue.SimpleQueue[tuple[float, Completion | BaseException]] = queue.SimpleQueue()
-        self._dispatched = time.time()
-        self.over = False
-        """The time of the stay is used up."""
-
-    def put(self, item: Completion | BaseException) -> None:
-        """Take a completion, or what broke the engine."""
-        self._arrived.put((time.time(), item))
-
-    def unfinished(self) -> list[int]:
-        """Requests that have not come back."""
-        return list(self._owners)
-
-    def next_batch(self, interval_s: float, ends: float) -> list[Sample]:
-        """Wait for samples and return those of one interval; none when ``ends`` (monotonic seconds) comes first."""
-        try:
-            timeout = None if ends == math.inf else max(0.0, ends - time.monotonic())
-            batch = [self._arrived.get(timeout=timeout)]
-        except queue.Empty:
-            return []
-        deadline = time.monotonic() + interval_s
-        while len(batch) < len(self._owners):
-            try:
-                batch.append(self._arrived.get(timeout=max(0.0, deadline - time.monotonic())))
-            except queue.Empty:
-                break
-        samples = []
-        for finished, item in batch:
-            if isinstance(item, BaseException):
-                raise item
-            key, index = self._owners.pop(item.request_id)
-            assignment = self._assignments[key]
-            timings = Timings(dispatched=self._dispatched, first_token=item.first_token, finished=finished)
-            samples.append(self._worker.sample(item, assignment, index, self._reason(item, assignment), timings))
-        return samples
-
-    def _reason(self, item: Completion, assignment: Assignment) -> FinishReason:
-        """Why a sample ended, once the limits of its stay are told from its own."""
-        if item.finish_reason == "abort" and self.over and assignment.last_stay:
-            return "length"
-        if item.finish_reason == "length" and assignment.stay_tokens and not assignment.last_stay:
-            tokens = sum(len(segment.token_ids) for segment in item.segments)
-            return "abort" if tokens < assignment.sampling.max_tokens else "length"
-        return item.finish_reason
 
 
 def _bare(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:

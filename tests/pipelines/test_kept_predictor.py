@@ -11,11 +11,9 @@ from actors.length_predictor.records import Observation
 from actors.length_predictor.serve_app import remove
 from pipelines.length_forecasts import (
     COMPONENT,
-    LengthForecasts,
     application_of,
     remove_predictor,
     start_predictor,
-    stop_predictor,
 )
 
 CONFIG: Any = SimpleNamespace(length_predictor=LengthPredictorOptions(deadline_s=20.0, state_interval_s=60.0))
@@ -35,7 +33,7 @@ def test_a_kept_predictor_goes_back_to_the_checkpoint_and_one_that_is_gone_is_de
         who, known = await client._handle.health.remote()
         client.observe(SEEN)
         state = await client.state()
-        await stop_predictor(LengthForecasts(client), "kept", keep=True)
+        await client.close()
         return who, known, state
 
     async def sessions() -> None:

@@ -255,3 +255,19 @@ def test_an_idle_sleeping_loop_closes_at_once():
     started = time.monotonic()
     loop.close()
     assert time.monotonic() - started < 2
+
+
+def test_what_is_inside_when_the_loop_ends_is_aborted_and_what_comes_behind_is_refused(make_loop):
+    engine = CountingEngine(step_s=0.3)
+    loop = make_loop(engine)
+    sink = queue.SimpleQueue()
+    loop.submit([request(1, tokens=100)], sink.put)
+    while not engine.in_step:
+        time.sleep(0.001)
+    ended = loop._call(loop._stop)  # both wait for the step to end
+    late = loop._call(lambda: loop._inside.update({2: (None, sink.put)}))
+    ended.result(timeout=10)
+    assert (sink.get(timeout=10).request_id, sink.empty()) == (1, True)
+    with pytest.raises(RuntimeError, match="the engine loop has ended"):
+        late.result(timeout=10)
+    assert not loop._inside

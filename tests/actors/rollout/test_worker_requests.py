@@ -170,12 +170,14 @@ def test_a_worker_whose_calls_do_not_end_cannot_be_used_again(worker, monkeypatc
     assert "the engine loop has ended" in refused.get(timeout=30), "and weights of before go nowhere"
 
 
-@pytest.mark.parametrize("drafts", ["off", "history"])
-def test_a_retired_worker_holds_no_engine_any_more(tmp_path, drafts):
+@pytest.mark.parametrize(("drafts", "asleep"), [("off", False), ("history", False), ("off", True)])
+def test_a_retired_worker_holds_no_engine_any_more(tmp_path, drafts, asleep):
     TOKENIZER.save_pretrained(save_model("llama", tmp_path))
     made = settings(tmp_path, speculation=SpeculationOptions(source=drafts))
     worker = RolloutWorker(made)
     assert len(list(worker.generate(call_of(4)))) > 0
+    if asleep:  # a colocated learner has died
+        worker.sleep()
     engine, weights = weakref.ref(worker._engine), weakref.ref(worker._engine._pool)
     worker.retire()
     assert engine() is None
