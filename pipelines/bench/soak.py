@@ -142,14 +142,17 @@ def report(readings: Sequence[Reading]) -> BenchResult:
     hours = (counted[-1].seconds - counted[0].seconds) / 3600.0
     tokens_h = (counted[-1].tokens - counted[0].tokens) / hours if hours else 0.0
     steps_h = (counted[-1].steps - counted[0].steps) / hours if hours else 0.0
-    rows = [_row(role, line, "flat" if line.flat else "LEAKS") for role, line in memory.items()]
-    rows.append(_row("object store", objects, "flat" if objects.flat else "LEAKS"))
+    total = trend(seconds, np.array([sum(_usage(r, role)[0] for role in memory) for r in counted]))
+    held = {**memory, "object store": objects, "all together": total}
+    rows = [
+        _row(what, line, "flat" if line.flat else "LEAKS", line.slope / steps_h if steps_h else None)
+        for what, line in held.items()
+    ]
     disk_rows = []
     for what, line in disk.items():
         per_token = line.slope / tokens_h if what in DATA and tokens_h else None
         disk_rows.append(_row(what, line, judge(what, line), per_token))
     leaking = [role for role, line in memory.items() if not line.flat]
-    total = trend(seconds, np.array([sum(_usage(r, role)[0] for role in memory) for r in counted]))
     figures = {f"rss_slope_mb_h_{_key(role)}": line.slope / _MEGA for role, line in memory.items()}
     figures |= {
         "rss_flat": float(not leaking),
@@ -166,8 +169,8 @@ def report(readings: Sequence[Reading]) -> BenchResult:
     warnings += [f"WARNING: {what} grows: {_growth(disk[what])}" for what in disk if judge(what, disk[what]) == "GROWS"]
     return BenchResult(
         name="soak",
-        columns=("memory of", "MB", "MB/h", "+-", "verdict", "MB after 24 h"),
-        rows=tuple(row[:-1] for row in rows),
+        columns=("memory of", "MB", "MB/h", "+-", "verdict", "MB after 24 h", "bytes/step"),
+        rows=tuple(rows),
         figures=figures,
         notes=(
             *warnings,
@@ -213,7 +216,7 @@ def _series(seconds: npt.NDArray[np.float64], values: Mapping[str, Sequence[floa
     return {name: trend(seconds, np.array(readings)) for name, readings in values.items()}
 
 
-def _row(what: str, line: Trend, verdict: Verdict, per_token: float | None = None) -> tuple[str, ...]:
+def _row(what: str, line: Trend, verdict: Verdict, each: float | None = None) -> tuple[str, ...]:
     return (
         what,
         f"{line.mean / _MEGA:.2f}",
@@ -221,7 +224,7 @@ def _row(what: str, line: Trend, verdict: Verdict, per_token: float | None = Non
         f"{line.error / _MEGA:.2f}",
         verdict,
         f"{line.after(_DAY_H) / _MEGA:,.0f}",
-        "" if per_token is None else f"{per_token:.1f}",
+        "" if each is None else f"{each:.1f}",
     )
 
 

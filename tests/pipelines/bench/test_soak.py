@@ -18,7 +18,7 @@ HOUR = 3600.0
 NOTHING = {"history": 0, "archive": 0, "ledger": 0, "metrics": 0, "TensorBoard": 0, "events log": 0, "Ray logs": 0}
 
 
-def readings(count=120, hours=0.5, seed=0, *, leak_mb_h=0.0, **growth_mb_h):
+def readings(count=240, hours=1.0, seed=0, *, leak_mb_h=0.0, **growth_mb_h):
     """Readings of a run whose learner leaks, and whose files grow, by so many megabytes an hour."""
     noise = np.random.default_rng(seed)
     drift = np.convolve(noise.normal(size=count + 9), np.ones(10) / 10, "valid")  # neighbours move together
@@ -40,7 +40,9 @@ def test_noise_is_flat(seed):
     assert result.figures["rss_flat"] == 1
     assert abs(result.figures["rss_slope_mb_h_learner"]) < 8
     assert not [note for note in result.notes if "WARNING" in note]
-    assert {row[0]: row[4] for row in result.rows} == {"learner": "flat", "conductor": "flat", "object store": "flat"}
+    assert {row[0]: row[4] for row in result.rows} == dict.fromkeys(
+        ("learner", "conductor", "object store", "all together"), "flat"
+    )
     assert result.figures["projected_24h_memory_gb"] == pytest.approx(0.5, rel=0.02)
     assert result.figures["steps_per_h"] == pytest.approx(1e4)
     assert result.figures["tokens_per_h"] == pytest.approx(2e6)
@@ -53,6 +55,9 @@ def test_a_leak_is_found_and_projected(seed):
     assert result.figures["rss_slope_mb_h_learner"] == pytest.approx(30, abs=8)
     assert [note.split(":")[1] for note in result.notes if "WARNING" in note] == [" memory of learner grows"]
     assert result.figures["projected_24h_memory_gb"] == pytest.approx(0.5 + 24 * 0.03, rel=0.2)
+    rows = {row[0]: row for row in result.rows}
+    assert float(rows["learner"][6]) == pytest.approx(30e6 / 1e4, rel=0.3), "bytes a step"
+    assert rows["all together"][4] == "LEAKS"
 
 
 def test_growth_below_a_percent_of_its_size_goes_unnoticed():
