@@ -412,7 +412,7 @@ class Roles:
         self.history = None
 
     def _role(self, name, actor):
-        return SimpleNamespace(name=name, actor=actor)
+        return SimpleNamespace(name=name, actor=actor, term=0)
 
     def replace_rollout(self, index):
         self.rollout[index] = self._role(f"rollout-{index}", RolloutActor(self.world, BARE))
