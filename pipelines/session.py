@@ -349,7 +349,7 @@ class Session:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved.
 
         Returns what is left: the predictor, and with ``spare``, where a session follows, the rollout workers. Not those
-        of a cluster that has lost a node: what has to move may need their places.
+        of a cluster that Ray knows to have lost a node: what has to move may need their places.
         """
         self._flow.close()
         if self._learner is not None:
