@@ -383,11 +383,6 @@ class Roles:
         return Role(name, actor, incarnation)
 
 
-def living_nodes() -> set[str]:
-    """Ids of the nodes that live."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
 def home_node() -> str:
     """Id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())

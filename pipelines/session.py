@@ -30,9 +30,10 @@ from pipelines.progress import load_status
 from pipelines.ray_metrics import RunMetrics
 from pipelines.restarts import Restarts, cut_back
 from pipelines.role_streams import run_pairs
-from pipelines.roles import Published, Roles, Spares, home_node, living_nodes
+from pipelines.roles import Published, Roles, Spares, home_node
 from pipelines.rounds import RoundRunner
 from pipelines.run_data import RunData
+from pipelines.silent_nodes import answering_nodes
 from pipelines.status import StatusBoard
 from pipelines.step_reporting import StepReporter
 from pipelines.streaming import StreamRunner
@@ -173,7 +174,7 @@ class Session:
     async def start(self) -> None:
         """Start all roles and give the rollout workers the learner's weights: always, before anything else."""
         config = self._config
-        self._nodes = await asyncio.to_thread(living_nodes)
+        self._nodes = await asyncio.to_thread(answering_nodes)
         archive = str(self._directory.rollouts) if config.tracking.rollouts == "parquet" else None
         history = str(self._directory.history) if self._train and config.speculation.source != "off" else None
         learner_directory = self._directory.reach(self._resume.component(LEARNER_COMPONENT)) if self._resume else None
@@ -349,7 +350,7 @@ class Session:
         """Stop the roles and close the files; whatever fails here cannot hurt what is saved.
 
         Returns what is left: the predictor, and with ``spare``, where a session follows, the rollout workers. Not those
-        of a cluster that Ray knows to have lost a node: what has to move may need their places.
+        of a cluster that has lost a node, known to Ray or not: what has to move may need their places.
         """
         self._flow.close()
         if self._learner is not None:
@@ -381,7 +382,7 @@ class Session:
     async def _all_nodes_live(self) -> bool:
         """Whether the nodes of the start are still there; False also where Ray cannot tell any more."""
         try:
-            return self._nodes <= await asyncio.to_thread(living_nodes)
+            return self._nodes <= await asyncio.to_thread(answering_nodes)
         except Exception as error:  # whatever it is, it must not keep the rest from closing
             log.warning("the nodes are not known: %s", error)
             return False

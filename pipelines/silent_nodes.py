@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import time
+from typing import Any
 
 import ray
 
@@ -22,16 +23,28 @@ _PATIENCE_S = 60.0
 
 def silent_nodes() -> list[str]:
     """Return the addresses of nodes that Ray calls alive and whose port takes no connection."""
-    silent = []
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-        try:
-            socket.create_connection(address, timeout=_CONNECT_S).close()
-        except OSError:
-            silent.append(f"{address[0]}:{address[1]}")
-    return silent
+    return [f"{host}:{port}" for host, port in map(_address, _alive()) if not _answers(host, port)]
+
+
+def answering_nodes() -> set[str]:
+    """Return Ray's ids of the other ones: of those that Ray calls alive, and that answer."""
+    return {node["NodeID"] for node in _alive() if _answers(*_address(node))}
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _address(node: dict[str, Any]) -> tuple[str, int]:
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 async def outlast_silent_nodes(patience_s: float = _PATIENCE_S) -> None:

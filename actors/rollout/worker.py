@@ -247,7 +247,7 @@ class RolloutWorker:
             "opening_version": opening,
             "pause_s": pause,
             "fetch_s": fetched - started,
-            "node": ray.get_runtime_context().get_node_id(),
+            "node": self.node(),
         }
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]

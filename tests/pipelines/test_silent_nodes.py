@@ -21,14 +21,18 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Any:
         closing.close()
         found = [{"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for port in ports]
         found.append({"Alive": False, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": ports[1]})
+        for node, name in zip(found, "abc", strict=True):
+            node["NodeID"] = name
         monkeypatch.setattr(silent_nodes.ray, "nodes", lambda: found)
         yield found
 
 
 def test_a_node_that_takes_no_connection_is_silent_unless_ray_knows_it(nodes: Any) -> None:
     assert silent_nodes.silent_nodes() == [f"127.0.0.1:{nodes[1]['NodeManagerPort']}"]
+    assert silent_nodes.answering_nodes() == {"a"}
     nodes[1]["Alive"] = False
     assert silent_nodes.silent_nodes() == []
+    assert silent_nodes.answering_nodes() == {"a"}
 
 
 def test_waiting_ends_when_ray_has_noticed_and_is_told_once(nodes: Any, caplog: pytest.LogCaptureFixture) -> None:
